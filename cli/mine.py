@@ -1,0 +1,1 @@
+"""Commands are registered here."""

@@ -1,0 +1,79 @@
+"""Files that are either whole or not there: written under a temporary name, fsynced, renamed.
+
+A temporary name starts with ``.tmp-``, so that the next run of a stage can sweep up what a killed one left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+TEMPORARY_PREFIX = ".tmp-"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path``; on a clean exit it becomes ``path`` in one step, else it is removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The random part keeps two processes apart; the suffix lets writers that look at it see the real one.
+    handle, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, suffix=path.suffix, dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        _fsync(temporary)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+        _fsync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Write ``data`` to ``path`` atomically."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write ``value`` as indented JSON, atomically; equal values give equal bytes."""
+    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Write ``array`` as ``.npy``, atomically."""
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
+
+
+def write_table(path: Path, table: pa.Table) -> None:
+    """Write ``table`` as Parquet (zstd), atomically; equal tables give equal bytes."""
+    with replacing(path) as temporary:
+        pq.write_table(table, temporary, compression="zstd")
+
+
+def sweep(directory: Path) -> None:
+    """Remove, in ``directory`` and below, what killed writers left behind."""
+    for leftover in directory.rglob(TEMPORARY_PREFIX + "*"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,102 @@
+"""Reading ``embeddings/<name>/``: memory-mapped float16 rows, addressed by image_id and pair_id."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fnpipe.pipeline.workspace import Stage, Workspace
+
+BAD_SCHEMA = pa.schema([("image_id", pa.int64()), ("pair_id", pa.int64()), ("reason", pa.string())])
+
+
+def image_array_path(directory: Path, shard: int) -> Path:
+    return directory / "img_emb" / f"img_emb_{shard:05d}.npy"
+
+
+def text_array_path(directory: Path, shard: int) -> Path:
+    return directory / "text_emb" / f"text_emb_{shard:05d}.npy"
+
+
+class Rows:
+    """Rows of one modality over all shards: float16 on disk, float32 in the hand.
+
+    The arrays of the shards are mapped, never read whole; what is resident is what was asked for.
+    """
+
+    def __init__(self, paths: list[Path], starts: np.ndarray, width: int) -> None:
+        self.starts = starts
+        self.width = width
+        self._maps = [np.load(path, mmap_mode="r") for path in paths]
+
+    def __len__(self) -> int:
+        return int(self.starts[-1])
+
+    def take(self, ids: np.ndarray) -> np.ndarray:
+        """Rows by id.
+
+        Args:
+            ids: (n,) int64, in any order, repeats allowed.
+
+        Returns:
+            (n, width) float32, L2-normalised as on disk (zeros for rows listed in ``bad.parquet``).
+        """
+        ids = np.asarray(ids, np.int64)
+        out = np.empty((len(ids), self.width), np.float32)
+        shards = np.searchsorted(self.starts, ids, side="right") - 1
+        by_shard = np.argsort(shards, kind="stable")
+        cuts = np.flatnonzero(np.diff(shards[by_shard])) + 1
+        for rows in np.split(by_shard, cuts):
+            if len(rows):
+                shard = int(shards[rows[0]])
+                out[rows] = self._maps[shard][ids[rows] - self.starts[shard]]
+        return out
+
+    def slice(self, start: int, stop: int) -> np.ndarray:
+        """Rows ``start .. stop - 1`` as (n, width) float16, in id order."""
+        first = int(np.searchsorted(self.starts, start, side="right")) - 1
+        parts = []
+        for shard in range(first, len(self._maps)):
+            low, high = int(self.starts[shard]), int(self.starts[shard + 1])
+            if low >= stop:
+                break
+            parts.append(self._maps[shard][max(start, low) - low : min(stop, high) - low])
+        return np.concatenate(parts) if parts else np.empty((0, self.width), np.float16)
+
+
+class Embeddings:
+    """A finished ``embeddings/<name>/`` of a workspace.
+
+    Attributes:
+        images: one row per image_id. texts: one row per pair_id.
+        bad_images, bad_pairs: sorted int64 ids whose embedding is no embedding; every stage leaves them out.
+    """
+
+    def __init__(self, workspace: Workspace, stage: Stage) -> None:
+        meta = stage.require()
+        self.workspace = workspace
+        self.stage = stage
+        self.meta = meta
+        self.width = int(meta["width"])
+        shards = range(workspace.n_shards)
+        self.images = Rows([image_array_path(stage.path, s) for s in shards], workspace.image_starts, self.width)
+        self.texts = Rows([text_array_path(stage.path, s) for s in shards], workspace.pair_starts, self.width)
+        bad = pq.read_table(stage.path / "bad.parquet")
+        self.bad_images = _sorted_ids(bad["image_id"])
+        self.bad_pairs = _sorted_ids(bad["pair_id"])
+
+    @classmethod
+    def open(cls, workspace: Workspace, name: str | None = None) -> Embeddings:
+        """Open the embeddings ``name``; without a name the only ones there are (InputError names several)."""
+        return cls(workspace, workspace.resolve("embeddings", name, "--embeddings"))
+
+    @property
+    def name(self) -> str:
+        return self.stage.name.partition("/")[2]
+
+
+def _sorted_ids(column: pa.ChunkedArray) -> np.ndarray:
+    return np.sort(column.drop_null().to_numpy().astype(np.int64))

@@ -1,0 +1,18 @@
+"""The one exception that means "the user can put this right"."""
+
+from __future__ import annotations
+
+
+class InputError(Exception):
+    """A fault of the input or the flags: what, where, and the way out, in one line.
+
+    The command line prints the message without a traceback and exits with code 2.
+    """
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """The clause ``; did you mean 'x'?`` for a misspelt name, or an empty string when nothing is close."""
+    import difflib
+
+    close = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,44 @@
+"""The shape of the project: import directions, and what an install lays down."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# design.md: which of our packages each may import.
+MAY_IMPORT = {
+    "pipeline": {"pipeline"},
+    "mining": {"pipeline", "mining"},
+    "train": {"pipeline", "mining", "train"},
+    "cli": {"pipeline", "mining", "train", "cli"},
+}
+
+
+def imported_packages(source: str) -> set[str]:
+    """Our packages that a module imports, wherever in the module the import stands."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            module = node.module or ""
+            names = [f"{module}.{alias.name}" for alias in node.names] if module == "fnpipe" else [module]
+        found |= {name.split(".")[1] for name in names if name.startswith("fnpipe.")}
+    return found
+
+
+def test_the_import_check_sees_every_form_of_import():
+    source = "import fnpipe.cli.app\nfrom fnpipe.train import model\ndef f():\n    from fnpipe import mining\n"
+    assert imported_packages(source) == {"cli", "train", "mining"}
+
+
+@pytest.mark.parametrize("package", sorted(MAY_IMPORT))
+def test_imports_point_one_way(package: str):
+    for path in sorted((ROOT / package).rglob("*.py")):
+        forbidden = imported_packages(path.read_text()) - MAY_IMPORT[package]
+        assert not forbidden, f"{path.relative_to(ROOT)} imports {sorted(forbidden)}"

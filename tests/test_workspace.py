@@ -1,0 +1,115 @@
+"""The workspace's laws: atomic files, no silent mixing, stale inputs refused."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from conftest import MakeWorkspace, write_embeddings
+from fnpipe.pipeline import atomic
+from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.storage import read_ranges
+from fnpipe.pipeline.workspace import Workspace
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_temporary(tmp_path):
+    path = tmp_path / "table.bin"
+    atomic.write_bytes(path, b"old")
+    with pytest.raises(RuntimeError), atomic.replacing(path) as temporary:
+        temporary.write_bytes(b"half")
+        raise RuntimeError
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["table.bin"]
+
+
+def test_sweep_removes_leftovers_and_nothing_else(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep" / ".tmp-left.npy").write_bytes(b"x")
+    (tmp_path / "deep" / "kept.npy").write_bytes(b"x")
+    atomic.sweep(tmp_path)
+    assert [p.name for p in (tmp_path / "deep").iterdir()] == ["kept.npy"]
+
+
+def test_opening_what_is_no_workspace_names_the_way_out(tmp_path):
+    with pytest.raises(InputError, match="fnpipe shard"):
+        Workspace.open(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"no fnpipe\.json"):
+        Workspace.open(tmp_path)
+
+
+def test_pairs_come_in_pair_id_order_and_filter_by_split(make_workspace: MakeWorkspace):
+    workspace = make_workspace(7, captions=[1, 2, 1, 3, 1, 1, 2], splits=["train", "test"] * 3 + ["train"])
+    assert workspace.read_pairs(["pair_id"])["pair_id"].to_pylist() == list(range(11))
+    test = workspace.read_pairs(["image_id"], split="test")
+    assert test.column_names == ["image_id"]
+    assert test["image_id"].to_pylist() == [1, 1, 3, 3, 3, 5]
+
+
+def test_a_finished_stage_has_nothing_to_do_and_other_parameters_are_refused(make_workspace: MakeWorkspace):
+    stage = make_workspace().stage("groups/g")
+    assert stage.begin({"search_space": 96}, {"pairs": "a"})
+    assert stage.begin({"search_space": 96}, {"pairs": "a"}), "a begun stage goes on"
+    atomic.write_bytes(stage.path / "out", b"1")
+    stage.finish(["out"])
+    assert not stage.begin({"search_space": 96}, {"pairs": "a"})
+    with pytest.raises(InputError, match="started with search_space 96, now 192"):
+        stage.begin({"search_space": 192}, {"pairs": "a"})
+    with pytest.raises(InputError, match="input pairs"):
+        stage.begin({"search_space": 96}, {"pairs": "b"})
+    assert stage.begin({"search_space": 192}, {"pairs": "a"}, overwrite=True)
+    assert not (stage.path / "out").exists()
+
+
+def test_a_stage_made_from_embeddings_that_changed_is_stale(make_workspace: MakeWorkspace):
+    rng = np.random.default_rng(0)
+    workspace = make_workspace(6, embeddings=(rng.normal(size=(6, 4)), rng.normal(size=(6, 4))))
+    source = workspace.stage("embeddings/clip")
+    graph = workspace.stage("graph/clip")
+    graph.begin({}, {"pairs": workspace.digest, source.name: source.digest})
+    graph.finish([])
+    graph.require()
+    write_embeddings_again = (rng.normal(size=(6, 4)), rng.normal(size=(6, 4)))
+    (source.path / "meta.json").unlink()
+    write_embeddings(workspace, "clip", *write_embeddings_again)
+    with pytest.raises(InputError, match="made from other embeddings/clip"):
+        graph.require()
+
+
+def test_embedding_rows_come_by_id_across_shards(make_workspace: MakeWorkspace):
+    rng = np.random.default_rng(1)
+    images, texts = rng.normal(size=(11, 6)), rng.normal(size=(22, 6))
+    texts[4] = 0
+    embeddings = Embeddings.open(make_workspace(11, captions=2, embeddings=(images, texts)))
+    unit = images / np.linalg.norm(images, axis=1, keepdims=True)
+    ids = np.array([10, 0, 5, 5, 4])
+    np.testing.assert_allclose(embeddings.images.take(ids), unit[ids], atol=1e-3)
+    assert embeddings.images.take(ids).dtype == np.float32
+    np.testing.assert_allclose(embeddings.images.slice(3, 11), unit[3:11], atol=1e-3)
+    assert embeddings.bad_pairs.tolist() == [4]
+    assert embeddings.bad_images.tolist() == []
+
+
+def test_several_embeddings_and_no_name_are_named(make_workspace: MakeWorkspace):
+    rng = np.random.default_rng(2)
+    arrays = (rng.normal(size=(6, 4)), rng.normal(size=(6, 4)))
+    workspace = make_workspace(6, embeddings=arrays)
+    write_embeddings(workspace, "other", *arrays)
+    with pytest.raises(InputError, match=r"several embeddings \(clip, other\)"):
+        Embeddings.open(workspace)
+    with pytest.raises(InputError, match="did you mean 'other'"):
+        Embeddings.open(workspace, "othr")
+
+
+def test_ranges_are_read_in_order_locally_and_from_any_file_system(tmp_path):
+    import fsspec
+
+    content = bytes(range(256))
+    path = tmp_path / "a.tar"
+    path.write_bytes(content)
+    with fsspec.open("memory://ranges/a.tar", "wb") as file:
+        file.write(content)
+    urls = [str(path), "memory://ranges/a.tar", str(path)]
+    assert read_ranges(urls, [3, 10, 250], [2, 4, 6]) == [content[3:5], content[10:14], content[250:256]]
+    with pytest.raises(OSError, match="ends inside"):
+        read_ranges([str(path)], [250], [7])

@@ -1,0 +1,158 @@
+"""Edges: judged connections on disk, their labels, and looking them up by the million."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from fnpipe.mining.records import combination_keys
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace import Stage, Workspace
+
+UNSCORED, NEGATIVE, AMBIGUOUS, POSITIVE = -1, 0, 1, 2
+# The position in each tuple is the code.
+LABELS = ("negative", "ambiguous", "positive")
+SOURCES = ("discriminator", "identity")
+DISCRIMINATOR, IDENTITY = 0, 1
+
+_NAMES = pa.dictionary(pa.int32(), pa.string())
+
+EDGES_SCHEMA = pa.schema(
+    [
+        ("image_id", pa.int64()),
+        ("pair_id", pa.int64()),
+        ("image_key", pa.string()),
+        ("caption", pa.string()),
+        ("rank_i2t", pa.int16()),
+        ("rank_t2i", pa.int16()),
+        ("similarity", pa.float32()),
+        ("match_probability", pa.float32()),
+        ("uncertainty", pa.float32()),
+        ("label", _NAMES),
+        ("source", _NAMES),
+    ]
+)
+
+RECORDED_SCHEMA = pa.schema([("pair_id", pa.int64()), ("match_probability", pa.float32())])
+
+
+def label_candidates(match_probability: np.ndarray, tau_low: float, tau_high: float) -> np.ndarray:
+    """Sort candidate connections into negative (0), ambiguous (1) and positive (2).
+
+    Positive lies above ``tau_high``, negative below ``tau_low``; the thresholds themselves are ambiguous (the
+    released code compares strictly on both sides, so that they fall in no class).
+    Source: efficient connection mining, MAFA (CVPR 2024, arXiv:2312.06112).
+
+    Args:
+        match_probability: (n,) float32, the discriminator's probability of "matched", in [0, 1].
+        tau_low, tau_high: probabilities, 0 <= tau_low <= tau_high <= 1.
+
+    Returns:
+        (n,) int8, in the order of the input.
+
+    Raises:
+        ValueError: an entry is NaN or infinite; the message gives the first one's index.
+    """
+    p = np.asarray(match_probability, np.float32)
+    finite = np.isfinite(p)
+    if not finite.all():
+        # NaN fails both comparisons below and would leave here as a confident negative.
+        first = int(np.argmin(finite))
+        raise ValueError(f"match_probability[{first}] is {p[first]}")
+    # Both sides in float32, so that a p stored as 0.8 equals a threshold written as 0.8.
+    labels: np.ndarray = (p >= np.float32(tau_low)).astype(np.int8) + (p > np.float32(tau_high))
+    return labels
+
+
+def named(codes: np.ndarray, names: Sequence[str]) -> pa.DictionaryArray:
+    """Codes as a dictionary column: code ``c`` reads as ``names[c]``."""
+    return pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), pa.array(names, pa.string()))
+
+
+def codes_in(column: pa.ChunkedArray, names: Sequence[str]) -> np.ndarray:
+    """The reverse of `named`: (n,) int8, whatever dictionary the file brought."""
+    values = pa.array(names, pa.string())
+    found = pc.index_in(pc.cast(column, pa.string()), value_set=values)
+    codes: np.ndarray = found.fill_null(UNSCORED).to_numpy().astype(np.int8)
+    return codes
+
+
+def edge_parts(stage: Stage) -> list[Path]:
+    """The parts of ``edges/<name>/`` in image_id order."""
+    return sorted(stage.path.glob("part-*.parquet"))
+
+
+def read_edges(stage: Stage, columns: Sequence[str] | None = None) -> pa.Table:
+    """All judged connections, sorted by image_id, then match_probability descending.
+
+    Returns:
+        The columns asked for (all without ``columns``), typed as in ``EDGES_SCHEMA``.
+
+    Raises:
+        InputError: the stage is missing, unfinished or stale.
+    """
+    stage.require()
+    names = list(columns) if columns is not None else EDGES_SCHEMA.names
+    schema = pa.schema([EDGES_SCHEMA.field(name) for name in names])
+    parts = [pq.read_table(path, columns=names).cast(schema) for path in edge_parts(stage)]
+    # Every part brings its own dictionary; one for all lets a caller compare indices.
+    return pa.concat_tables(parts).unify_dictionaries() if parts else schema.empty_table()
+
+
+class EdgeLookup:
+    """The judged connections of a workspace, found by (image_id, pair_id); 13 bytes an edge in memory.
+
+    Attributes:
+        keys: (n,) int64, ascending: ``image_id * n_pairs + pair_id``.
+        match_probability: (n,) float32. labels: (n,) int8, NEGATIVE, AMBIGUOUS or POSITIVE; both in key order.
+    """
+
+    def __init__(self, n_pairs: int, keys: np.ndarray, match_probability: np.ndarray, labels: np.ndarray) -> None:
+        order = np.argsort(keys, kind="stable")
+        self.n_pairs = n_pairs
+        self.keys = keys[order]
+        self.match_probability = match_probability[order]
+        self.labels = labels[order]
+
+    @classmethod
+    def open(cls, workspace: Workspace, name: str | None = None) -> EdgeLookup:
+        """Open the edges ``name``; without a name the only ones there are (InputError names several)."""
+        return cls.read(workspace.resolve("edges", name, "--edges"))
+
+    @classmethod
+    def read(cls, stage: Stage) -> EdgeLookup:
+        """Read the finished edges of ``stage``."""
+        table = read_edges(stage, ["image_id", "pair_id", "match_probability", "label"])
+        n_pairs = stage.workspace.n_pairs
+        if stage.workspace.n_images * n_pairs >= 2**63:
+            raise InputError(f"{stage.path}: {stage.workspace.n_images:,} images x {n_pairs:,} pairs overflow 64 bits")
+        keys = combination_keys(table["image_id"].to_numpy(), table["pair_id"].to_numpy(), n_pairs)
+        return cls(n_pairs, keys, table["match_probability"].to_numpy(), codes_in(table["label"], LABELS))
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def find(self, image_ids: np.ndarray, pair_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Look combinations up.
+
+        Args:
+            image_ids, pair_ids: integers, broadcast against each other as numpy does.
+
+        Returns:
+            match_probability, float32, NaN where the combination was not judged; label, int8, UNSCORED there. Both
+            in the broadcast shape.
+        """
+        keys = combination_keys(image_ids, pair_ids, self.n_pairs)
+        p = np.full(keys.shape, np.nan, np.float32)
+        label = np.full(keys.shape, UNSCORED, np.int8)
+        if len(self.keys):
+            at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
+            found = self.keys[at] == keys
+            p[found] = self.match_probability[at[found]]
+            label[found] = self.labels[at[found]]
+        return p, label

@@ -1,0 +1,82 @@
+"""What the workspace records, as integer codes: which picture an image is, which text a caption is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fnpipe.pipeline.workspace import Workspace
+
+
+def combination_keys(left: np.ndarray, right: np.ndarray, width: int) -> np.ndarray:
+    """One int64 number per combination: ``left * width + right``, for ``0 <= right < width``; broadcasts.
+
+    Ordered as (left, right). The inputs are widened first: an int32 product would wrap at 2**31.
+    """
+    keys: np.ndarray = np.asarray(left, np.int64) * np.int64(width) + np.asarray(right, np.int64)
+    return keys
+
+
+def contains(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    """Which ``keys`` (any shape) stand in ``sorted_keys`` (ascending); bool in the shape of ``keys``."""
+    if not len(sorted_keys):
+        return np.zeros(keys.shape, bool)
+    at = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
+    found: np.ndarray = sorted_keys[at] == keys
+    return found
+
+
+def pair_images(workspace: Workspace) -> np.ndarray:
+    """(n_pairs,) int64: the image_id of every pair_id."""
+    images: np.ndarray = workspace.read_pairs(["image_id"])["image_id"].to_numpy()
+    return images
+
+
+def train_pairs(workspace: Workspace) -> np.ndarray:
+    """(n_pairs,) bool: whether the pair may be mined and trained on."""
+    train: np.ndarray = pc.equal(workspace.read_pairs(["split"])["split"], "train").to_numpy()
+    return train
+
+
+def codes_of(column: pa.ChunkedArray) -> np.ndarray:
+    """Equal strings get equal int64 codes, dense from 0 in order of first appearance."""
+    # Large strings: a plain dictionary of captions overflows its 32-bit offsets at 2 GiB of text.
+    encoded = pc.dictionary_encode(pc.cast(column, pa.large_string())).combine_chunks()
+    codes: np.ndarray = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    return codes
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The identity rule: the same picture and the same caption as some recorded pair make a match, before judging.
+
+    Attributes:
+        picture_codes: (n_images,) int64, equal for images of equal bytes.
+        caption_codes: (n_pairs,) int64, equal for pairs of equal captions (trimmed).
+        keys: sorted int64, one per recorded (picture, caption) of the train split.
+    """
+
+    picture_codes: np.ndarray
+    caption_codes: np.ndarray
+    keys: np.ndarray
+
+    @classmethod
+    def of(cls, workspace: Workspace) -> Identity:
+        """Read the pairs once; holds two int64 per pair and one per image."""
+        pairs = workspace.read_pairs(["image_id", "caption", "image_sha256", "split"])
+        images = pairs["image_id"].to_numpy()
+        by_pair = codes_of(pairs["image_sha256"])
+        picture_codes = np.full(workspace.n_images, -1, np.int64)
+        picture_codes[images] = by_pair
+        caption_codes = codes_of(pc.utf8_trim_whitespace(pairs["caption"]))
+        train = pc.equal(pairs["split"], "train").to_numpy()
+        keys = combination_keys(by_pair[train], caption_codes[train], workspace.n_pairs)
+        return cls(picture_codes, caption_codes, np.unique(keys))
+
+    def matches(self, image_ids: np.ndarray, pair_ids: np.ndarray) -> np.ndarray:
+        """Which combinations the rule calls true; bool, broadcasting its arguments. No transitive closure."""
+        keys = combination_keys(self.picture_codes[image_ids], self.caption_codes[pair_ids], len(self.caption_codes))
+        return contains(self.keys, keys)

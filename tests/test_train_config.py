@@ -1,0 +1,103 @@
+"""The trainer's configuration: where values come from, and which are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fnpipe.pipeline.errors import InputError
+from fnpipe.train.config import TrainConfig, describe_keys, make_config, read_values, resolve
+
+
+def resolved(config: TrainConfig, **facts: Any) -> TrainConfig:
+    defaults: dict[str, Any] = {
+        "batches_per_epoch": 90,
+        "batch_size": 64,
+        "grouped": config.method_losses.grouped,
+        "splits": ["train", "test"],
+        "cached": True,
+        "cuda": False,
+        "bf16": False,
+        "cores": 2,
+    }
+    return resolve(config, **{**defaults, **facts})
+
+
+def test_set_and_flags_win_over_the_file(tmp_path: Path):
+    file = tmp_path / "run.yaml"
+    file.write_text("method: mafa\nlr: 1e-4\nepochs: 3\nmask-rate: 0.3\n")
+    values = read_values({"epochs": 5, "groups": None}, ["lr=2e-4"], file)
+    assert values == {"method": "mafa", "lr": 2e-4, "epochs": 5, "mask_rate": 0.3}
+    assert make_config(values).lr == 2e-4
+
+
+@pytest.mark.parametrize(
+    ("flags", "assignments", "words"),
+    [
+        ({}, ["leraning_rate=1"], ["leraning_rate"]),
+        ({}, ["smothing=0.1"], ["smothing", "'smoothing'"]),
+        ({}, ["epochs=2.5"], ["epochs", "whole number"]),
+        ({}, ["epochs=true"], ["epochs", "whole number"]),
+        ({}, ["lr=nan"], ["lr", "number"]),
+        ({}, ["gather=7"], ["gather", "true or false"]),
+        ({}, ["epochs"], ["key=value"]),
+        ({"epochs": 3}, ["epochs=4"], ["epochs", "already"]),
+        ({"method": "maffa"}, [], ["maffa", "'mafa'"]),
+        ({}, ["mask_rate=1.5"], ["mask_rate", "1.5"]),
+        ({"method": None}, [], ["--method"]),
+    ],
+)
+def test_a_wrong_value_is_refused_with_the_way_out(flags: dict[str, Any], assignments: list[str], words: list[str]):
+    with pytest.raises(InputError) as error:
+        make_config(read_values({"method": "itc", **flags}, assignments))
+    assert all(word in str(error.value) for word in words)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [", "7"])
+def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path, text: str):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(InputError, match=r"c\.yaml"):
+        read_values({}, [], tmp_path / "c.yaml")
+    with pytest.raises(InputError, match=r"none\.yaml"):
+        read_values({}, [], tmp_path / "none.yaml")
+
+
+def test_large_ints_keep_their_digits():
+    assert read_values({}, ["seed=9007199254740993"])["seed"] == 9007199254740993
+
+
+def test_smoothing_is_on_for_mafa_on_grouped_batches_only():
+    mafa = TrainConfig(method="mafa")
+    assert resolved(mafa).smoothing == 0.5
+    assert resolved(mafa, grouped=False).smoothing == 0.0
+    assert resolved(TrainConfig(method="grit")).smoothing == 0.0
+    assert resolved(TrainConfig(method="mafa", smoothing=0.1), grouped=False).smoothing == 0.1
+
+
+def test_a_tiny_run_is_as_long_on_little_data_as_on_much():
+    config = TrainConfig(method="albef")
+    assert resolved(config, batches_per_epoch=90).epochs == 40
+    assert resolved(config, batches_per_epoch=4000).epochs == 1
+    assert resolved(TrainConfig(method="albef", model="ViT-B-16")).epochs == 20
+    assert resolved(TrainConfig(method="albef", epochs=3)).epochs == 3
+
+
+def test_without_a_held_out_split_nothing_is_evaluated():
+    assert resolved(TrainConfig(method="itc"), splits=["train"]).evaluate_every == 0
+    assert resolved(TrainConfig(method="itc")).evaluate_on == "test"
+    assert resolved(TrainConfig(method="itc", evaluate_on="val"), splits=["train"]).evaluate_on == "val"
+
+
+def test_resolving_leaves_nothing_open_but_the_inputs():
+    left = {k for k, v in dataclasses.asdict(resolved(TrainConfig(method="mafa"))).items() if v is None}
+    assert left == {"init", "groups", "edges", "truth", "threads"}
+
+
+def test_every_key_is_explained():
+    doc = TrainConfig.__doc__ or ""
+    missing = [name for name, _, _ in describe_keys() if name not in doc]
+    assert missing == []

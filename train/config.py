@@ -1,0 +1,345 @@
+"""How ``fnpipe train`` trains: one frozen dataclass, from a YAML file, flags and ``--set key=value``.
+
+A key that is None is chosen when the run starts, from the method, the model and the data (`resolve`); what was chosen
+stands in the run's ``config.json``, where no key is None that has a value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any
+
+from fnpipe.pipeline.errors import InputError, nearest
+
+TINY = "fnpipe-tiny"
+# fnpipe-tiny makes about ten steps of 64 a second on one core: this many take minutes.
+TINY_STEPS = 3600
+# GRIT-VLP and MAFA pretrain for 20 epochs.
+PAPER_EPOCHS = 20
+
+
+@dataclass(frozen=True)
+class Method:
+    """What a method computes; the batches come from the plan.
+
+    Attributes:
+        itm, mlm: the losses beside ITC. ecm: mined edges change targets and labels. grouped: needs a GRIT plan.
+    """
+
+    itm: bool
+    mlm: bool
+    ecm: bool
+    grouped: bool
+
+
+METHODS: Mapping[str, Method] = {
+    "itc": Method(itm=False, mlm=False, ecm=False, grouped=False),
+    "albef": Method(itm=True, mlm=True, ecm=False, grouped=False),
+    "grit": Method(itm=True, mlm=True, ecm=False, grouped=True),
+    "mafa": Method(itm=True, mlm=True, ecm=True, grouped=True),
+}
+
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "method": tuple(METHODS),
+    "false_negatives": ("positive", "drop", "ignore"),
+    "unscored": ("negative", "next"),
+    "second": ("next", "next-negative"),
+    "precision": ("auto", "fp32", "bf16", "fp16"),
+    "augment": ("auto", "tiny", "albef", "open-clip", "none"),
+}
+
+# What a resumed run may change: where and how fast it runs, not what it computes.
+FREE_ON_RESUME = frozenset({"device", "threads", "workers", "cache_mib", "tensorboard"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """All that a run can be told. The values are the papers', where a paper gives one.
+
+    Attributes:
+        method: ``itc``, ``albef``, ``grit`` or ``mafa`` (see `METHODS`).
+        model: ``fnpipe-tiny`` or an open_clip architecture.
+        init: where the weights start: a checkpoint file, ``run:NAME``, ``demo``; None: from scratch.
+        groups: the plan; None: the only GRIT plan where the method needs one, else seeded random batches.
+        edges: the mined edges; None: the only ones there are where the method needs some.
+        truth: a truth file, for the share of false negatives met and for mAP@R.
+        epochs: None: 20, for fnpipe-tiny as many as make about 3,600 steps.
+        batch_size: of random batches (None: 64 for fnpipe-tiny, else 128); a plan has its own.
+        seed: every random draw derives from it, the epoch and the batch.
+        itm, mlm: turn a loss of the method on or off.
+        mask_rate: share of the tokens that MLM masks.
+        false_negatives: mined ones become ``positive``, are taken out (``drop``), or stay negatives (``ignore``).
+        unscored: a hardest negative without a score is a ``negative``, or the hardest scored one is taken (``next``).
+        second: what takes an ambiguous one's place: the ``next`` hardest, or ``next-negative``, past known positives.
+        smoothing: S-ITC's weight a (None: 0.5 for mafa on grouped batches, else 0); it starts in the epoch
+            ``smoothing_start_epoch``, counted from 0.
+        consistency: weight of GRIT's consistency loss (0.2 in the paper; off by default).
+        gather: ITC over the batches of all ranks instead of the local one.
+        lr: peak learning rate (None: 1.5e-3 for fnpipe-tiny, else 1e-4); the cosine ends at ``min_lr_ratio`` of it.
+        weight_decay: not on norms, biases, and the temperature.
+        warmup_steps: None: a twentieth of the run, 1,000 at most.
+        clip_norm: bound of the gradient's norm; 0: none.
+        accumulate: batches per optimiser step.
+        precision: ``auto`` is bf16 on a GPU that has it, else fp32.
+        device: ``auto``, ``cpu``, ``cuda``.
+        threads: torch's threads for one process; None: torch's own choice.
+        workers: processes that decode; None: none where the pictures are kept in memory, else one per core.
+        cache_mib: keep the decoded pictures in memory, at the model's input size, where they fit into this.
+        augment: ``auto`` is ``tiny`` for fnpipe-tiny, ``open-clip`` for itc, else ``albef``.
+        flip: mirror half the pictures (None: as the papers do, but not for fnpipe-tiny: captions say left and right).
+        evaluate_every: epochs between evaluations on ``evaluate_on``; 0: never.
+        evaluate_on: the split (None: ``test`` if there is one, else no evaluation).
+        evaluate_images: evaluate on so many images at most while training.
+        checkpoint_steps: write ``last`` so often, besides at the end of every epoch.
+        keep_every: keep the checkpoint of every N-th epoch; 0: only last and best.
+        tensorboard: write scalars for TensorBoard, where it is installed.
+    """
+
+    method: str
+    model: str = TINY
+    init: str | None = None
+    groups: str | None = None
+    edges: str | None = None
+    truth: str | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    seed: int = 0
+    itm: bool | None = None
+    mlm: bool | None = None
+    mask_rate: float = 0.5
+    false_negatives: str = "positive"
+    unscored: str = "negative"
+    second: str = "next"
+    smoothing: float | None = None
+    smoothing_start_epoch: int = 1
+    consistency: float = 0.0
+    gather: bool = False
+    lr: float | None = None
+    min_lr_ratio: float = 0.1
+    weight_decay: float = 0.02
+    warmup_steps: int | None = None
+    clip_norm: float = 5.0
+    accumulate: int = 1
+    precision: str = "auto"
+    device: str = "auto"
+    threads: int | None = None
+    workers: int | None = None
+    cache_mib: int = 1024
+    augment: str = "auto"
+    flip: bool | None = None
+    evaluate_every: int = 1
+    evaluate_on: str | None = None
+    evaluate_images: int = 1000
+    checkpoint_steps: int = 1000
+    keep_every: int = 0
+    tensorboard: bool = True
+
+    def __post_init__(self) -> None:
+        for key, choices in CHOICES.items():
+            value = getattr(self, key)
+            if value not in choices:
+                raise InputError(
+                    f"{key} is {value!r}; choose from {', '.join(choices)}{nearest(str(value), [*choices])}"
+                )
+        for key, low, high in _BOUNDS:
+            value = getattr(self, key)
+            if value is not None and not low <= value <= high:
+                raise InputError(f"{key} is {value}; it must lie between {low} and {high}")
+
+    @property
+    def method_losses(self) -> Method:
+        return METHODS[self.method]
+
+
+_INF = math.inf
+_BOUNDS: tuple[tuple[str, float, float], ...] = (
+    ("epochs", 1, _INF),
+    ("batch_size", 1, _INF),
+    ("seed", 0, 2**63 - 1),
+    ("mask_rate", 0.0, 1.0),
+    ("smoothing", 0.0, 1.0),
+    ("smoothing_start_epoch", 0, _INF),
+    ("consistency", 0.0, _INF),
+    ("lr", 0.0, _INF),
+    ("min_lr_ratio", 0.0, 1.0),
+    ("weight_decay", 0.0, _INF),
+    ("warmup_steps", 0, _INF),
+    ("clip_norm", 0.0, _INF),
+    ("accumulate", 1, _INF),
+    ("threads", 1, _INF),
+    ("workers", 0, _INF),
+    ("cache_mib", 0, _INF),
+    ("evaluate_every", 0, _INF),
+    ("evaluate_images", 1, _INF),
+    ("checkpoint_steps", 1, _INF),
+    ("keep_every", 0, _INF),
+)
+
+
+def read_values(
+    flags: Mapping[str, Any], assignments: Sequence[str] = (), file: str | Path | None = None
+) -> dict[str, Any]:
+    """What the user said, checked and typed: a YAML file, over it the flags that were given and ``key=value`` texts.
+
+    Raises:
+        InputError: an unknown key (with the nearest known one), a value of the wrong type, a key given twice.
+    """
+    values = _read_yaml(Path(file)) if file is not None else {}
+    given = {key: value for key, value in flags.items() if value is not None}
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        key = key.strip().replace("-", "_")
+        if not equals:
+            raise InputError(f"--set {text}: write --set key=value")
+        if key in given:
+            raise InputError(f"--set {text}: {key} was given already")
+        given[key] = _yaml_value(value, f"--set {text}")
+    values |= given
+    return {key: typed(key, value) for key, value in values.items()}
+
+
+def make_config(values: Mapping[str, Any]) -> TrainConfig:
+    """A config from checked values.
+
+    Raises:
+        InputError: there is no method, or a value is out of its bounds.
+    """
+    if "method" not in values:
+        raise InputError(f"no method; give --method {'|'.join(METHODS)}")
+    return TrainConfig(**values)
+
+
+def typed(key: str, value: Any) -> Any:
+    """``value`` as the type that ``key`` has; ints pass as floats, and texts of numbers as numbers.
+
+    Raises:
+        InputError: there is no such key, or the value is of another kind.
+    """
+    hints = typing.get_type_hints(TrainConfig)
+    if key not in hints:
+        raise InputError(f"unknown key {key!r}{nearest(key, sorted(hints))}; `fnpipe train --keys` lists them")
+    optional = isinstance(hints[key], UnionType)
+    kind = next(t for t in typing.get_args(hints[key]) or (hints[key],) if t is not type(None))
+    if value is None and optional:
+        return None
+    if kind is bool and isinstance(value, bool):
+        return value
+    if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
+        return str(value)
+    if kind in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
+        # YAML 1.1 reads 1e-4 as text: it wants a dot.
+        number = _number(value)
+        if number is not None and (kind is float or number.is_integer()):
+            return kind(value) if kind is int and isinstance(value, int) else kind(number)
+    raise InputError(f"{key} is {value!r}; it takes {_KIND_NAMES[kind]}")
+
+
+def resolve(
+    config: TrainConfig,
+    *,
+    batches_per_epoch: int,
+    batch_size: int,
+    grouped: bool,
+    splits: Sequence[str],
+    cached: bool,
+    cuda: bool,
+    bf16: bool,
+    cores: int,
+) -> TrainConfig:
+    """Choose every value that was left open.
+
+    Args:
+        batches_per_epoch: of this process's share. batch_size: the plan's, or that of the random batches.
+        grouped: the batches come from a GRIT plan.
+        splits: the workspace's. cached: the pictures are kept in memory.
+        cuda, bf16: the device is a GPU, and computes in bf16.
+    """
+    method, tiny = config.method_losses, config.model == TINY
+    steps_per_epoch = max(1, math.ceil(batches_per_epoch / config.accumulate))
+    epochs = config.epochs or (max(1, round(TINY_STEPS / steps_per_epoch)) if tiny else PAPER_EPOCHS)
+    augment = config.augment
+    if augment == "auto":
+        augment = "tiny" if tiny else "open-clip" if config.method == "itc" else "albef"
+    smoothing = config.smoothing
+    if smoothing is None:
+        # MAFA's table 6: it hurts random batches.
+        smoothing = 0.5 if method.ecm and grouped else 0.0
+    precision = config.precision
+    if precision == "auto":
+        precision = "bf16" if cuda and bf16 else "fp32"
+    evaluate_on = config.evaluate_on or ("test" if "test" in splits else None)
+    total = epochs * steps_per_epoch
+    return dataclasses.replace(
+        config,
+        epochs=epochs,
+        batch_size=batch_size,
+        itm=method.itm if config.itm is None else config.itm,
+        mlm=method.mlm if config.mlm is None else config.mlm,
+        smoothing=smoothing,
+        lr=config.lr if config.lr is not None else (1.5e-3 if tiny else 1e-4),
+        warmup_steps=config.warmup_steps if config.warmup_steps is not None else min(1000, math.ceil(total / 20)),
+        precision=precision,
+        device="cuda" if cuda else "cpu",
+        workers=config.workers if config.workers is not None else (0 if cached else cores),
+        augment=augment,
+        flip=config.flip if config.flip is not None else augment == "albef",
+        evaluate_on=evaluate_on,
+        evaluate_every=config.evaluate_every if evaluate_on else 0,
+    )
+
+
+def describe_keys() -> list[tuple[str, str, str]]:
+    """Every key with its type and default, in the order of the config."""
+    hints = typing.get_type_hints(TrainConfig)
+    rows = []
+    for field in dataclasses.fields(TrainConfig):
+        kind = next(t for t in typing.get_args(hints[field.name]) or (hints[field.name],) if t is not type(None))
+        kind_name = "|".join(CHOICES[field.name]) if field.name in CHOICES else kind.__name__
+        default = "" if field.default is dataclasses.MISSING else "chosen" if field.default is None else field.default
+        rows.append((field.name, kind_name, str(default)))
+    return rows
+
+
+_KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+
+
+def _number(value: str | int | float) -> float | None:
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _yaml_value(text: str, where: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text) if text.strip() else text
+    except yaml.YAMLError:
+        raise InputError(f"{where}: cannot be read as a YAML value; quote it") from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}; give --config a YAML file") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: not UTF-8 text; give --config a YAML file") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        raise InputError(f"{path}: not YAML{f' (line {mark.line + 1})' if mark else ''}") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise InputError(f"{path}: holds no `key: value` lines")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}

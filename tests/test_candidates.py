@@ -1,0 +1,139 @@
+"""Candidates: what plans and graphs propose, against slow loops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conftest import MakeWorkspace
+from fnpipe.mining.candidates import NOT_PROPOSED, CandidateRuns, PlanProposer, nearest_slots, write_runs
+from fnpipe.pipeline.embeddings import Embeddings
+
+ONE_FIXTURE = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def plan_table(batches):
+    """A plan of batches, each a list of (image_id, pair_id)."""
+    rows = [(b, s, i, j) for b, batch in enumerate(batches) for s, (i, j) in enumerate(batch)]
+    names = ["batch", "slot", "image_id", "pair_id"]
+    return pa.table({name: np.array([r[c] for r in rows], np.int64) for c, name in enumerate(names)})
+
+
+def proposed_by_loop(embeddings, owners, train, epochs, k):
+    """The definition, anchor by anchor: {(image, pair): [best i2t rank, best t2i rank, first epoch]}, None = no rank."""
+    images = embeddings.images.take(np.arange(len(embeddings.images))).astype(np.float64)
+    texts = embeddings.texts.take(np.arange(len(embeddings.texts))).astype(np.float64)
+    found = {}
+
+    def usable(i, j):
+        return train[j] and i not in embeddings.bad_images and j not in embeddings.bad_pairs
+
+    for epoch, batches in enumerate(epochs):
+        for batch in batches:
+            members = [(i, j) for i, j in batch if usable(i, j)]
+            for i, j in members:
+                others = [m for m in members if owners[m[1]] != i]
+                i2t = [(images[i] @ texts[m[1]], (i, m[1])) for m in others]
+                t2i = [(images[m[0]] @ texts[j], (m[0], j)) for m in others]
+                for direction, scored in enumerate((i2t, t2i)):
+                    for rank, (_, combination) in enumerate(sorted(scored, reverse=True)[:k]):
+                        entry = found.setdefault(combination, [None, None, epoch])
+                        best = entry[direction]
+                        entry[direction] = rank if best is None else min(best, rank)
+    return found
+
+
+def as_dict(candidates):
+    def rank(value):
+        return None if value == NOT_PROPOSED else int(value)
+
+    rows = zip(
+        *(getattr(candidates, f) for f in ("image_ids", "pair_ids", "rank_i2t", "rank_t2i", "origin")), strict=True
+    )
+    return {(int(i), int(j)): [rank(a), rank(b), int(o)] for i, j, a, b, o in rows}
+
+
+@ONE_FIXTURE
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 14), k=st.integers(1, 5), rows_per_run=st.integers(1, 60))
+def test_candidates_are_the_best_of_every_batch_once_and_agree_with_the_loop(
+    make_workspace: MakeWorkspace, tmp_path_factory, seed, n, k, rows_per_run
+):
+    rng = np.random.default_rng(seed)
+    folder = tmp_path_factory.mktemp("candidates")
+    counts = rng.integers(1, 4, n)
+    owners = np.repeat(np.arange(n), counts)
+    images, texts = rng.normal(size=(n, 7)), rng.normal(size=(len(owners), 7))
+    images[rng.random(n) < 0.1] = 0
+    texts[rng.random(len(texts)) < 0.1] = 0
+    splits = [("train", "train", "test")[c] for c in rng.integers(0, 3, n)]
+    workspace = make_workspace(
+        n, captions=counts.tolist(), embeddings=(images, texts), splits=splits, folder=str(folder / "ws")
+    )
+    embeddings = Embeddings.open(workspace)
+    epochs = []
+    for _ in range(3):
+        # Any rows, an image twice in a batch included, cut into batches with a short one at the end.
+        pairs = rng.permutation(len(owners))[: rng.integers(1, len(owners) + 1)]
+        size = int(rng.integers(1, 8))
+        members = [(int(owners[j]), int(j)) for j in pairs]
+        epochs.append([members[a : a + size] for a in range(0, len(members), size)])
+
+    proposer = PlanProposer(workspace, embeddings, k)
+    sources = [(f"epoch {e}", proposer.propose(plan_table(batches))) for e, batches in enumerate(epochs)]
+    write_runs(folder / "runs", sources, rows_per_run=rows_per_run)
+    runs = CandidateRuns(folder / "runs", workspace.n_pairs)
+
+    expected = proposed_by_loop(embeddings, owners, [splits[i] == "train" for i in owners], epochs, k)
+    assert as_dict(runs.between(0, n)) == expected
+    halves = [runs.between(0, n // 2), runs.between(n // 2, n)]
+    keys = [(int(i), int(j)) for half in halves for i, j in zip(half.image_ids, half.pair_ids, strict=True)]
+    assert keys == sorted(expected)
+
+
+def test_equal_similarities_go_to_the_lower_slot():
+    anchors = np.ones((1, 1, 1), np.float32)
+    others = np.array([[[0.5], [0.9], [0.5], [0.9], [0.1]]], np.float32)
+    forbidden = np.zeros((1, 1, 5), bool)
+    assert nearest_slots(anchors, others, forbidden, 4).tolist() == [[[1, 3, 0, 2]]]
+    forbidden[0, 0, [0, 1, 3]] = True
+    assert nearest_slots(anchors, others, forbidden, 4).tolist() == [[[2, 4, -1, -1]]]
+
+
+def test_graph_neighbours_skip_recorded_pairs_and_pads_and_yield_to_the_plan(make_workspace: MakeWorkspace, tmp_path):
+    rng = np.random.default_rng(0)
+    embeddings = (rng.normal(size=(4, 5)), rng.normal(size=(5, 5)))
+    # Pairs: image 0 has 0 and 1, image 1 has 2, image 2 has 3, image 3 (held out) has 4.
+    workspace = make_workspace(4, captions=[2, 1, 1, 1], embeddings=embeddings, splits=["train"] * 3 + ["test"])
+    proposer = PlanProposer(workspace, Embeddings.open(workspace), 1)
+    i2t = np.array([[1, 3, 0, 2], [2, -1, -1, -1], [4, 0, 3, 1], [0, 1, 2, 3]])
+    t2i = np.array([[0, 2, 1], [1, -1, -1], [3, 1, 0], [-1, -1, -1], [0, 1, 2]])
+    plan = plan_table([[(0, 0), (2, 3)]])
+    sources = [("plan", proposer.propose(plan)), ("graph", proposer.propose_graph(i2t, t2i, 1))]
+    write_runs(tmp_path / "runs", sources)
+    assert as_dict(CandidateRuns(tmp_path / "runs", 5).between(0, 4)) == {
+        (0, 3): [0, 0, 0],  # planned both ways; the graph's say changes nothing
+        (2, 0): [0, 0, 0],
+        (1, 1): [None, 0, 1],
+        (0, 2): [None, 0, 1],
+    }
+
+
+def test_an_empty_plan_proposes_nothing(make_workspace: MakeWorkspace, tmp_path):
+    workspace = make_workspace(2, embeddings=(np.eye(2), np.eye(2)))
+    proposer = PlanProposer(workspace, Embeddings.open(workspace), 8)
+    write_runs(tmp_path / "runs", [("epoch 0", proposer.propose(plan_table([])))])
+    assert len(CandidateRuns(tmp_path / "runs", 2).between(0, 2)) == 0
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_a_batch_of_one_proposes_nothing_and_of_two_both_crossings(make_workspace: MakeWorkspace, tmp_path, batch_size):
+    workspace = make_workspace(2, embeddings=(np.eye(2), np.eye(2)))
+    proposer = PlanProposer(workspace, Embeddings.open(workspace), 8)
+    members = [(0, 0), (1, 1)]
+    batches = [members[a : a + batch_size] for a in range(0, 2, batch_size)]
+    write_runs(tmp_path / "runs", [("epoch 0", proposer.propose(plan_table(batches)))])
+    found = as_dict(CandidateRuns(tmp_path / "runs", 2).between(0, 2))
+    assert found == ({} if batch_size == 1 else {(0, 1): [0, 0, 0], (1, 0): [0, 0, 0]})

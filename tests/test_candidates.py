@@ -23,7 +23,7 @@ def plan_table(batches):
 
 
 def proposed_by_loop(embeddings, owners, train, epochs, k):
-    """The definition, anchor by anchor: {(image, pair): [best i2t rank, best t2i rank, first epoch]}, None = no rank."""
+    """The definition, anchor by anchor: {(image, pair): [best i2t rank, best t2i rank, first epoch]}."""
     images = embeddings.images.take(np.arange(len(embeddings.images))).astype(np.float64)
     texts = embeddings.texts.take(np.arange(len(embeddings.texts))).astype(np.float64)
     found = {}

@@ -1,1 +1,106 @@
-"""Commands are registered here."""
+"""``fnpipe embed``."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, app, emit
+from fnpipe.pipeline.errors import InputError
+
+if TYPE_CHECKING:
+    from fnpipe.pipeline.embed import EmbedSummary
+    from fnpipe.pipeline.encoders import Encoder
+    from fnpipe.pipeline.workspace import Workspace
+
+
+@app.command("embed")
+def embed_command(
+    workspace: WorkspaceArgument,
+    model: Annotated[
+        str | None, typer.Option(help="An open_clip name such as ViT-B-32, run:NAME (trained here), or demo.")
+    ] = None,
+    pretrained: Annotated[
+        str | None, typer.Option(metavar="TAG|FILE", help="The weights of an open_clip model: a tag, or a file.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="The directory under embeddings/.")] = "clip",
+    batch_size: Annotated[int | None, typer.Option(help="Rows per batch; default 64 on a CPU, 512 on a GPU.")] = None,
+    precision: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="Threads the encoder computes with on a CPU.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that decode; changes no byte.")] = None,
+    overwrite: OverwriteFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Embed every picture and caption.
+
+    Example: fnpipe embed work --model ViT-B-32 --pretrained laion2b_s34b_b79k --name clip
+    """
+    from fnpipe.pipeline.embed import EmbedConfig, embed
+    from fnpipe.pipeline.workspace import Workspace
+
+    opened = Workspace.open(workspace)
+    config = EmbedConfig(name=name, batch_size=batch_size, threads=threads, workers=workers, overwrite=overwrite)
+    encoder = load_encoder(_required(model), opened, pretrained, device, precision)
+    summary = embed(opened, encoder, config)
+    emit(summary.as_json(), as_json, partial(_render, summary))
+
+
+def load_encoder(
+    model: str, workspace: Workspace, pretrained: str | None = None, device: str = "auto", precision: str = "auto"
+) -> Encoder:
+    """The encoder that a ``--model`` names: ``run:NAME`` of the workspace, ``demo``, or an open_clip model."""
+    kind, _, run = model.partition(":")
+    if kind not in ("run", "demo"):
+        from fnpipe.pipeline.encoders import load_open_clip
+
+        return load_open_clip(model, pretrained, device, precision)
+    if pretrained:
+        raise InputError(f"--model {model} brings its own weights; leave --pretrained {pretrained} out")
+    return _load_own(kind, run, workspace, device)
+
+
+def _load_own(kind: str, run: str, workspace: Workspace, device: str) -> Encoder:
+    from fnpipe.pipeline.encoders import pick_device
+    from fnpipe.train.encoder import RunEncoder
+
+    if kind == "demo":
+        from pathlib import Path
+
+        import fnpipe.train.model as home
+        from fnpipe.train.model import load_model
+
+        model = load_model(Path(home.__file__).parent / "assets" / "encoder.safetensors")
+    else:
+        from fnpipe.train.runs import load_run
+
+        model = load_run(workspace.root / "runs" / run)
+    return RunEncoder(model.to(pick_device(device)))
+
+
+def _required(model: str | None) -> str:
+    if model is None:
+        raise InputError(
+            "name a model: --model ViT-B-32 --pretrained TAG|FILE (open_clip), --model run:NAME or --model demo"
+        )
+    return model
+
+
+def _render(summary: EmbedSummary) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("embeddings", "images", "pairs", "width", "bad", "this run")
+    made = summary.shards - summary.shards_done_before
+    bad = ", ".join(f"{n:,} {reason}" for reason, n in summary.bad.items()) or "none"
+    table.add_row(
+        summary.name,
+        f"{summary.images:,}",
+        f"{summary.pairs:,}",
+        str(summary.width),
+        bad,
+        f"{made:,} of {summary.shards:,} shards in {summary.seconds:,.1f} s",
+    )
+    Console().print(table)

@@ -90,22 +90,46 @@ class Transform:
     def _crop_before_resizing(self, rgb: np.ndarray, resized: tuple[int, int]) -> torch.Tensor:
         """The middle of the resized picture, computed from the part of the source that it depends on."""
         (height, width), (full_height, full_width) = self.size, resized
-        top, left = _middle(full_height, height), _middle(full_width, width)
-        per_row, per_column = rgb.shape[0] / full_height, rgb.shape[1] / full_width
-        box = (left * per_column, top * per_row, (left + width) * per_column, (top + height) * per_row)
-        picture = Image.fromarray(rgb).resize((width, height), _PILLOW[self.interpolation], box=box)
+        rows = _source_span(rgb.shape[0], full_height, height)
+        columns = _source_span(rgb.shape[1], full_width, width)
+        part = Image.fromarray(np.ascontiguousarray(rgb[rows.slice, columns.slice]))
+        box = (columns.low, rows.low, columns.high, rows.high)
+        picture = part.resize((width, height), _PILLOW[self.interpolation], box=box)
         return torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Where the middle of a resized axis comes from: whole pixels of the source, and the exact ends inside them."""
+
+    slice: slice
+    low: float
+    high: float
+
+
+def _source_span(length: int, resized: int, kept: int) -> _Span:
+    scale = length / resized
+    low, high = _middle(resized, kept) * scale, (_middle(resized, kept) + kept) * scale
+    # The filter looks two (scaled) pixels beyond the ends.
+    margin = 2 * max(1.0, scale) + 1
+    first, last = max(0, int(low - margin)), min(length, int(high + margin) + 1)
+    return _Span(slice(first, last), low - first, high - first)
 
 
 _PILLOW = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BILINEAR}
 
 
 def _resize(rgb: np.ndarray, size: tuple[int, int], interpolation: str) -> torch.Tensor:
-    picture = torch.from_numpy(np.ascontiguousarray(rgb)).permute(2, 0, 1)
-    if picture.shape[1:] == size:
-        return picture
-    out = torch.nn.functional.interpolate(picture[None], size, mode=interpolation, antialias=True)
-    return out[0]
+    (height, width), (new_height, new_width) = rgb.shape[:2], size
+    if (height, width) == size:
+        return torch.from_numpy(np.ascontiguousarray(rgb)).permute(2, 0, 1)
+    # Both libraries filter rows, then columns, with a rounding in between; but Pillow takes columns first where that
+    # is the axis that shrinks while the other grows. Turned on its side, torch does the same.
+    turned = new_height < height and new_width > width
+    picture = torch.from_numpy(np.ascontiguousarray(rgb.transpose(1, 0, 2) if turned else rgb)).permute(2, 0, 1)
+    wanted = (new_width, new_height) if turned else size
+    out = torch.nn.functional.interpolate(picture[None], wanted, mode=interpolation, antialias=True)[0]
+    return out.permute(0, 2, 1) if turned else out
 
 
 def _crop_or_pad(picture: torch.Tensor, size: tuple[int, int], fill: int) -> torch.Tensor:

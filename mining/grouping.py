@@ -1,0 +1,274 @@
+"""Plans: which pairs stand in which mini-batch of which epoch.
+
+A plan is made offline. ``random`` batches are a seeded shuffle; ``grit`` batches are cut from chains of similar pairs
+(`chain.grit_order`), inside random search spaces of M pairs, or over the whole data set along the neighbour graph.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fnpipe.mining.chain import chain_order, grit_order
+from fnpipe.mining.graph import Graph
+from fnpipe.mining.members import Members, read_members
+from fnpipe.mining.walk import walk_graph
+from fnpipe.pipeline import atomic
+from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.progress import progress
+from fnpipe.pipeline.workspace import Stage, Workspace
+
+# What training, mining and callers of the library use; ``grit_order`` is defined beside the other chains.
+__all__ = [
+    "PLAN_SCHEMA",
+    "GroupConfig",
+    "GroupSummary",
+    "grit_order",
+    "group",
+    "parse_search_space",
+    "plan_epoch",
+    "plan_epochs",
+    "read_plan",
+]
+
+PLAN_SCHEMA = pa.schema(
+    [("batch", pa.int32()), ("slot", pa.int32()), ("image_id", pa.int64()), ("pair_id", pa.int64())]
+)
+SAMPLINGS = ("grit", "random")
+ALL: Literal["all"] = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """How ``fnpipe group`` fills batches: one field per flag, the released values as defaults."""
+
+    sampling: str = "grit"
+    batch_size: int = 128
+    search_space: int | Literal["all"] = 1920
+    epochs: int = 1
+    seed: int = 0
+    name: str | None = None
+    embeddings: str | None = None
+    keep_last: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.sampling not in SAMPLINGS:
+            raise InputError(f"--sampling {self.sampling}: one of {', '.join(SAMPLINGS)}")
+        for flag, value in (("--batch-size", self.batch_size), ("--epochs", self.epochs)):
+            if value < 1:
+                raise InputError(f"{flag} {value}: at least 1")
+        if self.seed < 0:
+            raise InputError(f"--seed {self.seed}: a number from 0")
+        if self.search_space != ALL:
+            _require_multiple(self.search_space, self.batch_size)
+
+    @property
+    def plan_name(self) -> str:
+        return self.name or f"{self.sampling}-{self.search_space}"
+
+
+def _require_multiple(search_space: int, batch_size: int) -> None:
+    if search_space >= batch_size and search_space % batch_size == 0:
+        return
+    below = max(1, search_space // batch_size) * batch_size
+    raise InputError(
+        f"--search-space {search_space} is no multiple of --batch-size {batch_size}; "
+        f"the nearest are {below} and {below + batch_size}"
+    )
+
+
+def parse_search_space(text: str) -> int | Literal["all"]:
+    """The value of ``--search-space``: a number of pairs, or ``all``."""
+    if text == ALL:
+        return ALL
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"--search-space {text}: a number of pairs, or {ALL}")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """What ``group`` made; counts are of one epoch."""
+
+    groups: str
+    epochs: int
+    batches: int
+    batch_size: int
+    images: int
+    planned: int
+    dropped: int
+
+
+def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
+    """Plan the batches of every epoch and write ``groups/<name>/``.
+
+    Raises:
+        InputError: missing embeddings or graph, fewer images than a batch takes, or a plan begun with other parameters.
+    """
+    embeddings, graph = _open_sources(workspace, config)
+    stages = [source.stage for source in (embeddings, graph) if source is not None]
+    members = read_members(workspace, embeddings)
+    images = len(members.images)
+    planned = images if config.keep_last else images - images % config.batch_size
+    if not planned:
+        raise InputError(
+            f"{workspace.root}: {images} images make no batch of {config.batch_size}; "
+            "choose a smaller --batch-size, or --keep-last"
+        )
+    stage = workspace.stage(f"groups/{config.plan_name}")
+    params = {
+        "sampling": config.sampling,
+        "batch_size": config.batch_size,
+        "search_space": config.search_space if config.sampling == "grit" else None,
+        "epochs": config.epochs,
+        "seed": config.seed,
+        "keep_last": config.keep_last,
+    }
+    inputs = {"pairs": workspace.digest, **{source.name: source.digest for source in stages}}
+    if stage.begin(params, inputs, overwrite=config.overwrite):
+        for epoch in range(config.epochs):
+            if not plan_path(stage, epoch).exists():
+                atomic.write_table(plan_path(stage, epoch), plan_epoch(members, config, epoch, embeddings, graph))
+        outputs = [plan_path(stage, epoch).name for epoch in range(config.epochs)]
+        stage.finish(outputs, images=images, planned=planned, dropped=images - planned)
+    return GroupSummary(
+        groups=config.plan_name,
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        batches=-(-planned // config.batch_size),
+        images=images,
+        planned=planned,
+        dropped=images - planned,
+    )
+
+
+def _open_sources(workspace: Workspace, config: GroupConfig) -> tuple[Embeddings | None, Graph | None]:
+    """What the plan is made from. Random batches need neither; of embeddings they are given they leave out the bad."""
+    if config.sampling == "random" and config.embeddings is None:
+        return None, None
+    embeddings = Embeddings.open(workspace, config.embeddings)
+    if config.sampling == "grit" and config.search_space == ALL:
+        return embeddings, Graph.open(workspace, embeddings.name)
+    return embeddings, None
+
+
+def plan_path(stage: Stage, epoch: int) -> Path:
+    return stage.path / f"epoch-{epoch:03d}.parquet"
+
+
+def plan_epochs(stage: Stage) -> int:
+    """How many epochs the finished plan ``stage`` has."""
+    return int(stage.require()["params"]["epochs"])
+
+
+def read_plan(stage: Stage, epoch: int) -> pa.Table:
+    """The plan of a training epoch (``PLAN_SCHEMA``, in batch and slot order), taken modulo the planned epochs."""
+    return pq.read_table(plan_path(stage, epoch % plan_epochs(stage))).cast(PLAN_SCHEMA)
+
+
+def plan_epoch(
+    members: Members,
+    config: GroupConfig,
+    epoch: int,
+    embeddings: Embeddings | None = None,
+    graph: Graph | None = None,
+) -> pa.Table:
+    """The plan of one epoch.
+
+    Args:
+        embeddings: needed for ``grit``. graph: needed for ``grit`` over all.
+
+    Returns:
+        ``PLAN_SCHEMA``, in batch and slot order, one row per image; the schema's metadata holds, for a chain on the
+        graph, how many steps each way of finding the next pair took.
+    """
+    rng = np.random.default_rng([config.seed, epoch])
+    pair_ids = members.captions_of_epoch(epoch, config.seed)
+    steps: dict[str, int] = {}
+    order = rng.permutation(len(members.images))
+    if config.sampling == "grit" and embeddings is not None:
+        if config.search_space == ALL:
+            assert graph is not None
+            order, steps = walk_graph(members, pair_ids, embeddings, graph, rng)
+        else:
+            order = _chain_spaces(members.images, pair_ids, embeddings, order, int(config.search_space))
+    batch, slot, rows = cut_batches(order, config.batch_size, config.keep_last, rng)
+    columns = [batch, slot, members.images[rows], pair_ids[rows]]
+    table = pa.table(dict(zip(PLAN_SCHEMA.names, columns, strict=True)), schema=PLAN_SCHEMA)
+    return table.replace_schema_metadata({"steps": json.dumps(steps)} if steps else None)
+
+
+def cut_batches(
+    order: np.ndarray, batch_size: int, keep_last: bool, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut an order into consecutive batches and shuffle the batches, not what is in them.
+
+    Args:
+        order: (n,) int64. keep_last: keep the incomplete batch at the end; it stays the last one.
+
+    Returns:
+        batch (m,) int32, slot (m,) int32 and the entries of ``order`` (m,) int64, in batch and slot order.
+    """
+    full = len(order) // batch_size
+    rows = order[: full * batch_size].reshape(full, batch_size)[rng.permutation(full)].reshape(-1)
+    if keep_last:
+        rows = np.concatenate([rows, order[full * batch_size :]])
+    number = np.arange(len(rows))
+    return (number // batch_size).astype(np.int32), (number % batch_size).astype(np.int32), rows
+
+
+# Rows of embeddings read at a time, and bytes of similarities alive at a time.
+_READ_ROWS = 1 << 16
+_SIM_BYTES = 1 << 31
+
+
+def _chain_spaces(
+    image_ids: np.ndarray, pair_ids: np.ndarray, embeddings: Embeddings, shuffled: np.ndarray, search_space: int
+) -> np.ndarray:
+    """Cut shuffled rows into search spaces and chain each; the spaces stay in their order.
+
+    A space starts at its first row, which the shuffle has made a random one. Products use every core; the chains,
+    which use one each, run beside the next products.
+    """
+    search_space = min(search_space, len(shuffled))
+    workers = max(1, min(os.cpu_count() or 1, _SIM_BYTES // (4 * search_space**2)))
+    chains: deque[tuple[np.ndarray, Future[np.ndarray]]] = deque()
+    orders: list[np.ndarray] = []
+
+    def collect(allowed: int) -> None:
+        while len(chains) > allowed:
+            rows, chain = chains.popleft()
+            orders.append(rows[chain.result()])
+
+    with ThreadPoolExecutor(workers) as pool, progress("grouping", len(shuffled), "pairs") as advance:
+        for rows, images, texts in _read_spaces(image_ids, pair_ids, embeddings, shuffled, search_space):
+            collect(workers - 1)
+            chains.append((rows, pool.submit(chain_order, images @ texts.T, 0)))
+            advance(len(rows))
+        collect(0)
+    return np.concatenate(orders)
+
+
+def _read_spaces(
+    image_ids: np.ndarray, pair_ids: np.ndarray, embeddings: Embeddings, shuffled: np.ndarray, search_space: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Rows, image and text embeddings of one search space after the other, read for many spaces at a time."""
+    stride = max(1, _READ_ROWS // search_space) * search_space
+    for start in range(0, len(shuffled), stride):
+        rows = shuffled[start : start + stride]
+        images, texts = embeddings.images.take(image_ids[rows]), embeddings.texts.take(pair_ids[rows])
+        for low in range(0, len(rows), search_space):
+            space = slice(low, low + search_space)
+            yield rows[space], images[space], texts[space]

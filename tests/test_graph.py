@@ -1,0 +1,159 @@
+"""The neighbour graph against brute force."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import MakeWorkspace
+from fnpipe.mining.exact import exact_nearest
+from fnpipe.mining.graph import Graph, GraphConfig, build_graph
+from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace import Workspace
+
+
+def normalised(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    rows = rng.normal(size=shape).astype(np.float32)
+    return rows / np.linalg.norm(rows, axis=-1, keepdims=True)
+
+
+def nearest_by_sorting(query, own, rows, owners, k):
+    """Every row but the query's own, sorted by similarity and then by number."""
+    sims = {r: float(np.dot(query, rows[r])) for r in range(len(rows)) if owners[r] != own}
+    return sorted(sims, key=lambda r: (-sims[r], r))[:k]
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 150), q=st.integers(1, 9), k=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
+def test_exact_search_agrees_with_sorting_also_where_similarities_tie(n, q, k, seed):
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(-2, 3, (n, 4)).astype(np.float32)
+    queries = rng.integers(-2, 3, (q, 4)).astype(np.float32)
+    owners, query_owners = rng.integers(0, n, n), rng.integers(0, n, q)
+    found, sims = exact_nearest(queries, query_owners, lambda a, b: rows[a:b], owners, k)
+    for i in range(q):
+        expected = nearest_by_sorting(queries[i], query_owners[i], rows, owners, k)
+        assert found[i].tolist() == expected + [-1] * (k - len(expected))
+        np.testing.assert_array_equal(sims[i, : len(expected)], rows[expected] @ queries[i])
+        assert np.isneginf(sims[i, len(expected) :]).all()
+
+
+def brute_graph(workspace: Workspace, k: int) -> dict[str, dict[int, list[int]]]:
+    """Lists of train images and pairs, by definition, from the tables and the stored embeddings."""
+    embeddings = Embeddings.open(workspace)
+    image, text = (
+        embeddings.images.take(np.arange(workspace.n_images)),
+        embeddings.texts.take(np.arange(workspace.n_pairs)),
+    )
+    pairs = workspace.read_pairs(["pair_id", "image_id", "split"]).to_pylist()
+    bad_images, bad_pairs = set(embeddings.bad_images.tolist()), set(embeddings.bad_pairs.tolist())
+    usable = [
+        (p["pair_id"], p["image_id"])
+        for p in pairs
+        if p["split"] == "train" and p["pair_id"] not in bad_pairs and p["image_id"] not in bad_images
+    ]
+    images = sorted({i for _, i in usable})
+    i2t = {
+        i: sorted((p for p, own in usable if own != i), key=lambda p: (-float(image[i] @ text[p]), p))[:k]
+        for i in images
+    }
+    t2i = {
+        p: sorted((i for i in images if i != own), key=lambda i: (-float(text[p] @ image[i]), i))[:k]
+        for p, own in usable
+    }
+    return {"i2t": i2t, "t2i": t2i}
+
+
+@pytest.fixture
+def uneven(make_workspace: MakeWorkspace) -> Workspace:
+    """13 images with one to three captions, two of them of another split, one bad image and one bad caption."""
+    rng = np.random.default_rng(5)
+    captions = [1, 3, 2, 1, 1, 2, 3, 1, 1, 2, 1, 1, 3]
+    images, texts = normalised(rng, 13, 16), normalised(rng, sum(captions), 16)
+    images[4] = 0
+    texts[2] = 0
+    splits = ["train"] * 11 + ["test", "val"]
+    return make_workspace(13, captions=captions, embeddings=(images, texts), splits=splits)
+
+
+@pytest.mark.parametrize("k", [3, 30])
+def test_lists_hold_the_most_similar_unrecorded_partners_of_the_train_split(uneven: Workspace, k: int):
+    summary = build_graph(uneven, GraphConfig(k=k))
+    graph = Graph.open(uneven)
+    for direction, ids in (("i2t", graph.i2t_ids), ("t2i", graph.t2i_ids)):
+        expected = brute_graph(uneven, k)[direction]
+        for row in range(len(ids)):
+            wanted = expected.get(row, [])
+            assert ids[row].tolist() == wanted + [-1] * (k - len(wanted))
+    assert graph.i2t_ids.dtype == graph.t2i_ids.dtype == np.int64
+    assert graph.i2t_sims.dtype == np.float16
+    assert summary.recall == {f"i2t@{k}": 1.0, "i2t@10": 1.0, f"t2i@{k}": 1.0, "t2i@10": 1.0}
+
+
+def test_similarities_stand_beside_the_ids(uneven: Workspace):
+    build_graph(uneven, GraphConfig(k=4))
+    graph, embeddings = Graph.open(uneven), Embeddings.open(uneven)
+    image = embeddings.images.take(np.array([6]))[0]
+    np.testing.assert_allclose(graph.i2t_sims[6], embeddings.texts.take(graph.i2t_ids[6]) @ image, atol=2e-3)
+
+
+def test_own_captions_go_by_id_and_twins_of_other_rows_stay(make_workspace: MakeWorkspace):
+    # All rows are equal: the own captions are neither first nor last, yet only they are missing.
+    workspace = make_workspace(5, captions=2, embeddings=(np.ones((5, 4)), np.ones((10, 4))))
+    build_graph(workspace, GraphConfig(k=20))
+    graph = Graph.open(workspace)
+    for image in range(5):
+        assert graph.i2t_ids[image, :8].tolist() == [p for p in range(10) if p // 2 != image]
+    for pair in range(10):
+        assert graph.t2i_ids[pair, :4].tolist() == [i for i in range(5) if i != pair // 2]
+
+
+def test_a_finished_graph_is_left_alone_and_other_parameters_are_refused(uneven: Workspace):
+    build_graph(uneven, GraphConfig(k=3))
+    path = uneven.root / "graph" / "clip" / "i2t.ids.npy"
+    before = path.stat().st_mtime_ns
+    build_graph(uneven, GraphConfig(k=3))
+    assert path.stat().st_mtime_ns == before
+    with pytest.raises(InputError, match="started with k 3, now 4"):
+        build_graph(uneven, GraphConfig(k=4))
+    assert build_graph(uneven, GraphConfig(k=4, overwrite=True)).k == 4
+
+
+def test_a_killed_search_goes_on_with_its_blocks_and_ends_in_the_same_bytes(uneven: Workspace, monkeypatch):
+    from fnpipe.mining import graph
+
+    monkeypatch.setattr(graph, "_BLOCK", 4)
+    build_graph(uneven, GraphConfig(k=3))
+    stage = uneven.stage("graph/clip")
+    digest = stage.digest
+    searched, search_exactly = [], graph.exact_nearest
+
+    def killed_at_the_second(*args):
+        searched.append(1)
+        if len(searched) == 2:
+            raise KeyboardInterrupt
+        return search_exactly(*args)
+
+    monkeypatch.setattr(graph, "exact_nearest", killed_at_the_second)
+    with pytest.raises(KeyboardInterrupt):
+        build_graph(uneven, GraphConfig(k=3, overwrite=True))
+    assert [p.name for p in sorted((stage.path / "blocks").glob("*.sims.npy"))] == ["i2t-0000000000.sims.npy"]
+    monkeypatch.setattr(graph, "exact_nearest", lambda *args: (searched.append(1), search_exactly(*args))[1])
+    build_graph(uneven, GraphConfig(k=3))
+    assert stage.digest == digest
+    assert sorted(p.name for p in stage.path.iterdir()) == [
+        "i2t.ids.npy",
+        "i2t.sims.npy",
+        "meta.json",
+        "t2i.ids.npy",
+        "t2i.sims.npy",
+    ]
+
+
+def test_a_workspace_without_train_pairs_says_so(make_workspace: MakeWorkspace):
+    workspace = make_workspace(3, splits=["test"] * 3, embeddings=(np.ones((3, 4)), np.ones((3, 4))))
+    with pytest.raises(InputError, match="no pair of split 'train'"):
+        build_graph(workspace, GraphConfig())

@@ -1,0 +1,177 @@
+"""Plans: every image once, chains as defined, batches shuffled whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from conftest import MakeWorkspace
+from fnpipe.mining.graph import GraphConfig, build_graph
+from fnpipe.mining.grouping import (
+    PLAN_SCHEMA,
+    GroupConfig,
+    grit_order,
+    group,
+    parse_search_space,
+    plan_epochs,
+    read_plan,
+)
+from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace import Workspace
+
+
+@pytest.fixture
+def clustered(make_workspace: MakeWorkspace) -> Workspace:
+    """50 images in 5 topics, one to three captions each, the last two of another split."""
+    rng = np.random.default_rng(0)
+    captions = rng.integers(1, 4, 50).tolist()
+    topics = rng.normal(size=(5, 16))
+    topic = rng.integers(0, 5, 50)
+    images = topics[topic] + 0.5 * rng.normal(size=(50, 16))
+    texts = topics[np.repeat(topic, captions)] + 0.5 * rng.normal(size=(sum(captions), 16))
+    splits = ["train"] * 48 + ["test"] * 2
+    return make_workspace(50, captions=captions, embeddings=(images, texts), splits=splits, images_per_shard=7)
+
+
+def plan_of(workspace: Workspace, epoch: int = 0, **config):
+    summary = group(workspace, GroupConfig(**config))
+    return read_plan(workspace.stage(f"groups/{summary.groups}"), epoch)
+
+
+def batches_of(plan, column="image_id"):
+    number = plan["batch"].to_numpy()
+    return [plan[column].to_numpy()[number == b].tolist() for b in range(number.max() + 1)]
+
+
+@pytest.mark.parametrize("config", [
+    {"sampling": "random"}, {"search_space": 12}, {"search_space": 24}, {"search_space": 96}, {"search_space": "all"},
+])  # fmt: skip
+@pytest.mark.parametrize("keep_last", [False, True])
+def test_a_plan_holds_every_train_image_once_with_one_of_its_captions(clustered, config, keep_last):
+    if config.get("search_space") == "all":
+        build_graph(clustered, GraphConfig(k=4))
+    plan = plan_of(clustered, batch_size=5 if config.get("sampling") else 6, keep_last=keep_last, **config)
+    assert plan.schema.equals(PLAN_SCHEMA)
+    images = plan["image_id"].to_pylist()
+    assert len(set(images)) == len(images)
+    expected = 48 if keep_last or not config.get("sampling") else 45
+    assert len(images) == expected
+    assert set(images) <= set(range(48))
+    own = clustered.read_pairs(["pair_id", "image_id"])
+    image_of = dict(zip(own["pair_id"].to_pylist(), own["image_id"].to_pylist(), strict=True))
+    assert [image_of[p] for p in plan["pair_id"].to_pylist()] == images
+    sizes = [len(batch) for batch in batches_of(plan)]
+    assert sizes[:-1] == [sizes[0]] * (len(sizes) - 1)
+    slots = plan["slot"].to_pylist()
+    assert slots == [slot for size in sizes for slot in range(size)]
+
+
+def test_one_search_space_of_everything_is_the_chain_cut_into_batches(clustered):
+    plan = plan_of(clustered, batch_size=6, search_space=48)
+    embeddings = Embeddings.open(clustered)
+    ids = np.arange(48)
+    pair_of = dict(zip(plan["image_id"].to_pylist(), plan["pair_id"].to_pylist(), strict=True))
+    images = embeddings.images.take(ids)
+    texts = embeddings.texts.take(np.array([pair_of[i] for i in range(48)]))
+    chains = [grit_order(images, texts, start=start).reshape(-1, 6).tolist() for start in range(48)]
+    planned = batches_of(plan)
+    matching = [chain for chain in chains if sorted(chain) == sorted(planned)]
+    assert len(matching) == 1, "the batches are those of the chain from one start"
+    assert planned not in matching, "and their order is shuffled"
+
+
+def test_search_spaces_do_not_mix(clustered):
+    small = batches_of(plan_of(clustered, batch_size=12, search_space=12))
+    random = batches_of(plan_of(clustered, batch_size=12, sampling="random"))
+    assert sorted(map(sorted, small)) == sorted(map(sorted, random)), "same shuffle, same spaces"
+
+
+def similarity_of_neighbours(workspace, plan):
+    embeddings = Embeddings.open(workspace)
+    images, texts = (
+        embeddings.images.take(plan["image_id"].to_numpy()),
+        embeddings.texts.take(plan["pair_id"].to_numpy()),
+    )
+    return float((images[:-1] * texts[1:]).sum(axis=1).mean())
+
+
+def test_larger_search_spaces_put_more_similar_pairs_side_by_side(clustered):
+    build_graph(clustered, GraphConfig(k=8))
+    random, small, every = (
+        similarity_of_neighbours(clustered, plan_of(clustered, batch_size=12, **config))
+        for config in ({"sampling": "random"}, {"search_space": 12}, {"search_space": "all"})
+    )
+    assert random + 0.1 < small < every
+
+
+def test_epochs_differ_and_the_same_seed_gives_the_same_bytes(clustered):
+    config = {"batch_size": 6, "search_space": 12, "epochs": 3}
+    group(clustered, GroupConfig(name="a", **config))
+    group(clustered, GroupConfig(name="b", **config))
+    group(clustered, GroupConfig(name="c", seed=1, **config))
+    a, b, c = (clustered.stage(f"groups/{name}") for name in "abc")
+    assert a.digest == b.digest != c.digest
+    assert plan_epochs(a) == 3
+    assert len({tuple(read_plan(a, epoch)["image_id"].to_pylist()) for epoch in range(3)}) == 3
+    assert read_plan(a, 4).equals(read_plan(a, 1)), "training goes round the planned epochs"
+
+
+def test_captions_take_turns_evenly(clustered):
+    group(clustered, GroupConfig(name="g", batch_size=6, search_space=12, epochs=6))
+    stage = clustered.stage("groups/g")
+    seen = Counter(p for epoch in range(6) for p in read_plan(stage, epoch)["pair_id"].to_pylist())
+    counts = Counter(clustered.read_pairs(["image_id"], split="train")["image_id"].to_pylist())
+    image_of = clustered.read_pairs(["pair_id", "image_id"], split="train")
+    for pair, image in zip(image_of["pair_id"].to_pylist(), image_of["image_id"].to_pylist(), strict=True):
+        assert seen[pair] == 6 // counts[image]
+
+
+def test_random_plans_need_no_embeddings_and_grit_plans_do(make_workspace: MakeWorkspace):
+    workspace = make_workspace(10)
+    assert group(workspace, GroupConfig(sampling="random", batch_size=4)).dropped == 2
+    with pytest.raises(InputError, match="fnpipe embed"):
+        group(workspace, GroupConfig(batch_size=4, search_space=8))
+
+
+def test_bad_embeddings_are_not_planned(make_workspace: MakeWorkspace):
+    images, texts = np.ones((8, 4)), np.ones((8, 4))
+    images[2] = texts[5] = 0
+    workspace = make_workspace(8, embeddings=(images, texts))
+    planned = plan_of(workspace, batch_size=2, search_space=4)["image_id"].to_pylist()
+    assert sorted(planned) == [0, 1, 3, 4, 6, 7]
+
+
+def test_a_killed_plan_goes_on_and_ends_in_the_same_bytes(clustered):
+    config = GroupConfig(batch_size=6, search_space=12, epochs=3)
+    group(clustered, config)
+    stage = clustered.stage("groups/grit-12")
+    digest, second = stage.digest, (stage.path / "epoch-001.parquet")
+    second.unlink()
+    (stage.path / "meta.json").write_text(
+        (stage.path / "meta.json").read_text().replace('"complete": true', '"complete": false')
+    )
+    group(clustered, config)
+    assert stage.digest == digest
+
+
+@pytest.mark.parametrize(("space", "near"), [(1900, "1792 and 1920"), (5, "128 and 256"), (130, "128 and 256")])
+def test_a_search_space_that_is_no_multiple_of_the_batch_names_the_two_nearest(space, near):
+    with pytest.raises(InputError, match=near):
+        GroupConfig(search_space=space, batch_size=128)
+
+
+@pytest.mark.parametrize("text", ["0", "-4", "many", "1.5", "²"])
+def test_a_search_space_that_is_no_number_is_refused(text):
+    with pytest.raises(InputError, match="number of pairs, or all"):
+        parse_search_space(text)
+
+
+def test_fewer_images_than_a_batch_takes_is_refused_before_anything_is_written(make_workspace: MakeWorkspace):
+    workspace = make_workspace(5)
+    with pytest.raises(InputError, match="5 images make no batch of 8"):
+        group(workspace, GroupConfig(sampling="random", batch_size=8))
+    assert not (workspace.root / "groups").exists()
+    assert group(workspace, GroupConfig(sampling="random", batch_size=8, keep_last=True)).batches == 1

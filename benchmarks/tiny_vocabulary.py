@@ -107,7 +107,7 @@ def main() -> None:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([SCENE] * 100 + [COMMON], trainer)
+    tokenizer.train_from_iterator([" ".join(SCENE.split())] * 100 + [" ".join(COMMON.split())], trainer)
     text = json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=True, separators=(",", ":")) + "\n"
     TINY_VOCABULARY.write_text(text)
     whole = sum(len(tokenizer.encode(word).ids) == 1 for word in COMMON.split())

@@ -1,0 +1,123 @@
+"""The labels of finished edges: counted, and moved to other thresholds without judging again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from fnpipe.mining.edges import (
+    DISCRIMINATOR,
+    EDGES_SCHEMA,
+    IDENTITY,
+    LABELS,
+    POSITIVE,
+    SOURCES,
+    codes_in,
+    edge_parts,
+    label_candidates,
+    named,
+)
+from fnpipe.pipeline import atomic
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace import META, Stage, Workspace
+
+HISTOGRAM_BINS = 20
+# What no label changes.
+_CARRIED = ("unique_combinations", "undecodable", "new_per_source")
+
+
+def check_thresholds(tau_low: float, tau_high: float) -> None:
+    """Raise InputError unless ``0 <= tau_low <= tau_high <= 1``."""
+    if not 0 <= tau_low <= tau_high <= 1:
+        raise InputError(f"need 0 <= tau_low <= tau_high <= 1, got {tau_low} and {tau_high}")
+
+
+def share_threshold(probabilities: np.ndarray, share: float) -> float:
+    """The threshold above which the most probable ``share`` of (n,) float32 ``probabilities`` lies.
+
+    Used as both thresholds: what equals it (ties at the cut) is ambiguous, what lies below is negative.
+    """
+    count = round(len(probabilities) * share)
+    if not count or count == len(probabilities):
+        return 1.0 if not count else 0.0
+    cut = len(probabilities) - count
+    below, above = np.partition(probabilities, [cut - 1, cut])[[cut - 1, cut]]
+    between = np.float32((float(below) + float(above)) / 2)
+    return float(between if below < between < above else below)
+
+
+def relabel_parts(stage: Stage, tau_low: float, tau_high: float) -> None:
+    """Rewrite the labels of every part; identity stays positive."""
+    for path in edge_parts(stage):
+        table = pq.read_table(path).cast(EDGES_SCHEMA)
+        p = table["match_probability"].to_numpy()
+        labels = np.where(
+            codes_in(table["source"], SOURCES) == IDENTITY, POSITIVE, label_candidates(p, tau_low, tau_high)
+        )
+        at = EDGES_SCHEMA.get_field_index("label")
+        column = pa.chunked_array([named(labels, LABELS)], EDGES_SCHEMA.field("label").type)
+        atomic.write_table(path, table.set_column(at, EDGES_SCHEMA.field("label"), column))
+
+
+def judged_probabilities(stage: Stage) -> np.ndarray:
+    """(n,) float32: p of every combination that the discriminator judged."""
+    parts = [np.empty(0, np.float32)]
+    for path in edge_parts(stage):
+        table = pq.read_table(path, columns=["match_probability", "source"])
+        judged = codes_in(table["source"], SOURCES) == DISCRIMINATOR
+        parts.append(table["match_probability"].to_numpy()[judged])
+    return np.concatenate(parts)
+
+
+def count_labels(stage: Stage) -> dict[str, Any]:
+    """What ``meta.json`` says of the parts: judgements, counts by label and source, a histogram of the judged p."""
+    table = np.zeros((len(SOURCES), len(LABELS)), np.int64)
+    histogram = np.zeros(HISTOGRAM_BINS, np.int64)
+    for path in edge_parts(stage):
+        part = pq.read_table(path, columns=["match_probability", "label", "source"])
+        sources, labels = codes_in(part["source"], SOURCES), codes_in(part["label"], LABELS)
+        np.add.at(table, (sources, labels), 1)
+        p = part["match_probability"].to_numpy()[sources == DISCRIMINATOR]
+        histogram += np.histogram(p, HISTOGRAM_BINS, (0, 1))[0]
+    return {
+        "judgements": int(table[DISCRIMINATOR].sum()),
+        "identity": int(table[IDENTITY].sum()),
+        "labels": dict(zip(LABELS, table.sum(axis=0).tolist(), strict=True)),
+        "positives": dict(zip(SOURCES, table[:, POSITIVE].tolist(), strict=True)),
+        "histogram": {"from": 0, "to": 1, "counts": histogram.tolist()},
+    }
+
+
+def relabel(workspace: Workspace, name: str | None, tau_low: float, tau_high: float) -> Stage:
+    """Move the thresholds of finished edges without judging again; killed in the middle, run it again.
+
+    Raises:
+        InputError: there are no such edges, they are unfinished, or the thresholds are no thresholds.
+    """
+    check_thresholds(tau_low, tau_high)
+    stage = workspace.stage(f"edges/{name or workspace.only('edges', '--edges')}")
+    meta = stage.meta()
+    if meta is None or meta.get("params", {}).get("tau_low", 0) is not None:
+        meta = workspace.resolve("edges", name, "--edges").require()
+    # Without thresholds the edges belong to no pass: one that comes between says so, instead of finishing a mixture.
+    params = {**meta["params"], "tau_low": None, "tau_high": None, "positive_share": None}
+    begun = {
+        "format": meta["format"],
+        "inputs": meta["inputs"],
+        **{key: meta[key] for key in _CARRIED},
+        "complete": False,
+    }
+    atomic.write_json(stage.path / META, {**begun, "params": params})
+    relabel_parts(stage, tau_low, tau_high)
+    atomic.write_json(stage.path / META, {**begun, "params": {**params, "tau_low": tau_low, "tau_high": tau_high}})
+    finish_edges(stage, tau_low, tau_high)
+    return stage
+
+
+def finish_edges(stage: Stage, tau_low: float, tau_high: float, **facts: Any) -> None:
+    """Count the labels and mark the edges as finished."""
+    outputs = [path.name for path in edge_parts(stage)]
+    stage.finish(outputs, **facts, tau_low=tau_low, tau_high=tau_high, **count_labels(stage))

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.transform import Transform
 from fnpipe.train import tiny
 from fnpipe.train.tokenizer import CaptionTokenizer, open_clip_tokenizer, tiny_tokenizer
 
@@ -238,6 +239,7 @@ class VLModel(nn.Module):
 
     Attributes:
         config: resolved `ModelConfig`; tokenizer: `CaptionTokenizer`; image_size: int; mean, std: of RGB in [0, 1].
+        transform: what evaluation does to a picture; `encode_image` takes what its ``normalise`` gives.
         temp: () parameter, the temperature that similarities are divided by; see `clamp_temperature`.
         bias: () parameter, the sigmoid loss's, or None.
         embed_dim, text_width, image_width: widths e, dt (which the fusion encoder shares) and dv.
@@ -252,7 +254,8 @@ class VLModel(nn.Module):
         self.clip, self.tokenizer, self.config = clip, tokenizer, config
         self.text = TextTower(clip, tokenizer, two_way=config.text_attention == "bidirectional")
         self.image_size = config.image_size
-        self.mean, self.std = tuple(config.preprocess["mean"]), tuple(config.preprocess["std"])
+        self.transform = Transform.of(config.preprocess)
+        self.mean, self.std = self.transform.mean, self.transform.std
         self.text_width, self.image_width = self.text.width, _image_width(inner.visual)
         projection: Any = getattr(inner, "text", inner).text_projection
         self.embed_dim = projection.out_features if isinstance(projection, nn.Linear) else projection.shape[1]
@@ -451,7 +454,17 @@ def save_model(model: VLModel, path: str | Path) -> None:
 
     metadata = {"format": _FORMAT, "config": json.dumps(asdict(model.config), sort_keys=True)}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    atomic.write_bytes(Path(path), save(tensors, metadata))
+    atomic.write_bytes(Path(path), _with_sorted_metadata(save(tensors, metadata)))
+
+
+def _with_sorted_metadata(file: bytes) -> bytes:
+    """safetensors writes the metadata in an order of chance; its header is JSON, whose length stands in front of it."""
+    end = 8 + int.from_bytes(file[:8], "little")
+    header = json.loads(file[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + file[end:]
 
 
 def load_model(path: str | Path) -> VLModel:

@@ -7,8 +7,10 @@ the id of a real word (CLIP pads with 0, which is "!"), so padding is known by l
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,7 +24,7 @@ class CaptionTokenizer:
     """Turns captions into rows of ids: ``[CLS] pieces [EOT]``, then padding; longer captions lose their tail.
 
     Args:
-        encode: captions -> one list of ids a caption, with its special tokens and without padding, of any length.
+        encode: captions -> one list of ids a caption, special tokens included, padding not, of any length; picklable.
         context_length: most ids in a row; a row that is cut still ends with ``eot_id``.
         vocabulary_size: rows of the text tower's embedding.
         pad_id, cls_id, eot_id, mask_id: ``cls_id`` is None for a vocabulary without a token for the start.
@@ -68,27 +70,36 @@ class CaptionTokenizer:
 
 def tiny_tokenizer(context_length: int) -> CaptionTokenizer:
     """The shipped vocabulary: 1,000 lower-case byte-level pieces, so that any Unicode text has ids."""
-    from tokenizers import Tokenizer
-
-    pieces = Tokenizer.from_file(str(TINY_VOCABULARY))
     pad, cls, eot, mask = range(len(SPECIAL_TOKENS))
-    # A caption that spells "[MASK]" is text like any other: it must not become a special id.
-    pieces.encode_special_tokens = True
-
-    def encode(captions: Sequence[str]) -> list[list[int]]:
-        encodings = pieces.encode_batch(list(captions), add_special_tokens=False)
-        return [[cls, *encoding.ids, eot] for encoding in encodings]
-
+    encode = _TinyPieces()
     return CaptionTokenizer(
         encode,
         context_length=context_length,
-        vocabulary_size=pieces.get_vocab_size(),
+        vocabulary_size=encode.pieces.get_vocab_size(),
         pad_id=pad,
         cls_id=cls,
         eot_id=eot,
         mask_id=mask,
         special_ids=frozenset((pad, cls, eot, mask)),
     )
+
+
+class _TinyPieces:
+    """`tiny_tokenizer`'s captions to ids; a class, like its two fellows below, so that loader processes can have it."""
+
+    def __init__(self) -> None:
+        from tokenizers import Tokenizer
+
+        self.pieces = Tokenizer.from_file(str(TINY_VOCABULARY))
+        # A caption that spells "[MASK]" is text like any other: it must not become a special id.
+        self.pieces.encode_special_tokens = True
+
+    def __reduce__(self) -> tuple[type[_TinyPieces], tuple[()]]:
+        return _TinyPieces, ()
+
+    def __call__(self, captions: Sequence[str]) -> list[list[int]]:
+        encodings = self.pieces.encode_batch(list(captions), add_special_tokens=False)
+        return [[1, *encoding.ids, 2] for encoding in encodings]
 
 
 def open_clip_tokenizer(architecture: str, context_length: int, vocabulary_size: int) -> CaptionTokenizer:
@@ -111,15 +122,11 @@ def open_clip_tokenizer(architecture: str, context_length: int, vocabulary_size:
     return _hf_tokenizer(tokenizer, context_length, vocabulary_size)
 
 
-def _clip_tokenizer(tokenizer: object, context_length: int, vocabulary_size: int) -> CaptionTokenizer:
+def _clip_tokenizer(tokenizer: Any, context_length: int, vocabulary_size: int) -> CaptionTokenizer:
     """CLIP's byte pairs. Pads with 0, a real word ("!"), which may be masked and drawn like any other."""
-    start, end = tokenizer.sot_token_id, tokenizer.eot_token_id  # type: ignore[attr-defined]
-
-    def encode(captions: Sequence[str]) -> list[list[int]]:
-        return [[start, *tokenizer.encode(caption), end] for caption in captions]  # type: ignore[attr-defined]
-
+    start, end = tokenizer.sot_token_id, tokenizer.eot_token_id
     return CaptionTokenizer(
-        encode,
+        _ClipPieces(tokenizer),
         context_length=context_length,
         vocabulary_size=vocabulary_size,
         pad_id=0,
@@ -130,19 +137,26 @@ def _clip_tokenizer(tokenizer: object, context_length: int, vocabulary_size: int
     )
 
 
-def _hf_tokenizer(tokenizer: object, context_length: int, vocabulary_size: int) -> CaptionTokenizer:
+class _ClipPieces:
+    # open_clip reads these words of a caption as the tokens themselves, in any case; apart they are plain words.
+    _CONTROL = re.compile(r"<(start_of_text|end_of_text)>", re.IGNORECASE)
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, captions: Sequence[str]) -> list[list[int]]:
+        start, end = self.tokenizer.sot_token_id, self.tokenizer.eot_token_id
+        plain = [self._CONTROL.sub(r"< \1 >", caption) for caption in captions]
+        return [[start, *self.tokenizer.encode(caption), end] for caption in plain]
+
+
+def _hf_tokenizer(tokenizer: Any, context_length: int, vocabulary_size: int) -> CaptionTokenizer:
     """A tokenizer of the transformers package behind open_clip's wrapper (SigLIP's, for one)."""
-    inner = tokenizer.tokenizer  # type: ignore[attr-defined]
+    inner = tokenizer.tokenizer
     end = inner.eos_token_id if inner.eos_token_id is not None else inner.sep_token_id
     pad = inner.pad_token_id if inner.pad_token_id is not None else 0
-
-    def encode(captions: Sequence[str]) -> list[list[int]]:
-        cleaned = [tokenizer.clean_fn(caption) for caption in captions]  # type: ignore[attr-defined]
-        rows: list[list[int]] = inner(cleaned, padding=False, truncation=False)["input_ids"]
-        return [row if row and row[-1] == end else [*row, end] for row in rows]
-
     return CaptionTokenizer(
-        encode,
+        _HfPieces(tokenizer, end),
         context_length=context_length,
         vocabulary_size=vocabulary_size,
         pad_id=pad,
@@ -151,3 +165,13 @@ def _hf_tokenizer(tokenizer: object, context_length: int, vocabulary_size: int) 
         mask_id=vocabulary_size,
         special_ids=frozenset(i for i in (inner.bos_token_id, end, pad) if i is not None),
     )
+
+
+class _HfPieces:
+    def __init__(self, tokenizer: Any, end: int) -> None:
+        self.tokenizer, self.end = tokenizer, end
+
+    def __call__(self, captions: Sequence[str]) -> list[list[int]]:
+        cleaned = [self.tokenizer.clean_fn(caption) for caption in captions]
+        rows: list[list[int]] = self.tokenizer.tokenizer(cleaned, padding=False, truncation=False)["input_ids"]
+        return [row if row and row[-1] == self.end else [*row, self.end] for row in rows]

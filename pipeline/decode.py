@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import simplejpeg
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 
 MAX_PIXELS = 89_478_485
 
@@ -178,7 +178,7 @@ def _open(data: bytes, max_pixels: int) -> Image.Image:
         raise BadImage("empty-file", "0 bytes")
     try:
         image = Image.open(io.BytesIO(data), formats=_formats())
-    except Image.UnidentifiedImageError:
+    except UnidentifiedImageError:
         raise BadImage("decode-error", _what_it_is(data)) from None
     except Exception as error:  # decoders raise whatever they like; all of it is this picture's trouble
         raise BadImage("decode-error", _say(error)) from None

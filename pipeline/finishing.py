@@ -1,0 +1,146 @@
+"""The last pass of a sharding: parts become ``pairs/`` and ``images/`` with ids, quarantine becomes one table.
+
+It reads only parts and writes only whole files, so it can be killed and run again at any point.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from fnpipe.pipeline import atomic
+from fnpipe.pipeline.order import held_out
+from fnpipe.pipeline.parts import QUARANTINE_SCHEMA, Tally, part_path, quarantine_path, read_tally
+from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, digest_files
+
+TEST, TRAIN = "test", "train"
+
+
+@dataclass
+class Finished:
+    """What the tables hold: per shard that is not empty, its number among the parts, its images and its pairs."""
+
+    shards: list[int] = field(default_factory=list)
+    images: list[int] = field(default_factory=list)
+    pairs: list[int] = field(default_factory=list)
+    splits: Counter[str] = field(default_factory=Counter)
+    digest: str = ""
+
+
+def total_tally(parts: Path, shards: int) -> Tally:
+    """The tallies of all parts together."""
+    total = Tally()
+    for shard in range(shards):
+        tally = read_tally(parts, shard)
+        total.kept += tally.kept
+        total.captions_dropped += tally.captions_dropped
+        total.images += tally.images
+    return total
+
+
+def write_tables(root: Path, parts: Path, shards: int, holdout: float | None, *, in_place: bool) -> Finished:
+    """Give image_id and pair_id in shard order and write ``pairs/`` and ``images/``; empty shards are passed over."""
+    done = Finished()
+    drawn = _draw(parts, shards, holdout)
+    repeated = _repeated_keys(parts, shards) if in_place else None
+    image_id = pair_id = 0
+    for shard in range(shards):
+        part = pq.read_table(part_path(parts, shard))
+        if not len(part):
+            continue
+        if repeated is not None:
+            part = _distinct_keys(part, repeated, shard)
+        first = np.flatnonzero(np.diff(part["position"].to_numpy(), prepend=-1))
+        inside = np.cumsum(np.bincount(first, minlength=len(part))) - 1
+        number = len(done.shards)
+        pairs = _pairs(part, number, image_id + inside, pair_id, drawn)
+        atomic.write_table(root / "pairs" / f"{number:05d}.parquet", pairs)
+        atomic.write_table(root / "images" / f"{number:05d}.parquet", _images(part, first, image_id))
+        for split in pc.value_counts(pairs["split"]).to_pylist():
+            done.splits[split["values"]] += split["counts"]
+        done.shards.append(shard)
+        done.images.append(len(first))
+        done.pairs.append(len(part))
+        image_id += len(first)
+        pair_id += len(part)
+    done.digest = digest_files([root / "pairs" / f"{n:05d}.parquet" for n in range(len(done.shards))], root)
+    return done
+
+
+def write_quarantine(root: Path, parts: Path, shards: int, bad_rows: pa.Table, names: list[str]) -> dict[str, int]:
+    """Write ``quarantine.parquet``, in the order of the sources and their rows; return the count of each reason."""
+    tables = [bad_rows]
+    tables += [
+        pq.read_table(quarantine_path(parts, shard))
+        for shard in range(shards)
+        if quarantine_path(parts, shard).exists()
+    ]
+    table = pa.concat_tables(tables).cast(QUARANTINE_SCHEMA)
+    place = pc.index_in(table["source"], value_set=pa.array(names, pa.string()))
+    order = pc.sort_indices(
+        pa.table({"source": place, "row": table["row"]}), sort_keys=[("source", "ascending"), ("row", "ascending")]
+    )
+    table = table.take(order)
+    atomic.write_table(root / "quarantine.parquet", table)
+    counts = pc.value_counts(table["reason"]).to_pylist()
+    return {entry["values"]: entry["counts"] for entry in sorted(counts, key=lambda entry: -entry["counts"])}
+
+
+def _draw(parts: Path, shards: int, holdout: float | None) -> pa.Array | None:
+    """The sorted ranks of the pictures that are held out, among those that the source gives no split of its own."""
+    if holdout is None:
+        return None
+    found = []
+    for shard in range(shards):
+        part = pq.read_table(part_path(parts, shard), columns=["rank", "split"])
+        found.append(np.unique(part.filter(pc.is_null(part["split"]))["rank"].to_numpy()))
+    ranks = np.concatenate(found)
+    return np.unique(ranks[held_out(ranks, holdout)])
+
+
+def _pairs(part: pa.Table, number: int, image_ids: np.ndarray, first_pair: int, drawn: np.ndarray | None) -> pa.Table:
+    n = len(part)
+    default = pa.array(np.full(n, TRAIN, object), pa.string())
+    if drawn is not None:
+        default = pa.array(np.where(np.isin(part["rank"].to_numpy(), drawn), TEST, TRAIN).astype(object), pa.string())
+    columns = {
+        "pair_id": pa.array(first_pair + np.arange(n, dtype=np.int64)),
+        "image_id": pa.array(image_ids.astype(np.int64)),
+        "shard": pa.array(np.full(n, number, np.int32)),
+        "split": pc.coalesce(part["split"], default),
+    }
+    arrays = [columns[name] if name in columns else part[name] for name in PAIRS_SCHEMA.names]
+    return pa.Table.from_arrays(arrays, schema=PAIRS_SCHEMA)
+
+
+def _images(part: pa.Table, first: np.ndarray, first_image: int) -> pa.Table:
+    one_each = part.take(first)
+    ids = pa.array(first_image + np.arange(len(first), dtype=np.int64))
+    arrays = [ids, *(one_each[name] for name in IMAGES_SCHEMA.names[1:])]
+    return pa.Table.from_arrays(arrays, schema=IMAGES_SCHEMA)
+
+
+def _repeated_keys(parts: Path, shards: int) -> pa.Array:
+    """The keys that stand for more than one image of a data set that keeps its keys."""
+    keys = []
+    for shard in range(shards):
+        part = pq.read_table(part_path(parts, shard), columns=["position", "key"])
+        first = np.flatnonzero(np.diff(part["position"].to_numpy(), prepend=-1))
+        keys.append(part["key"].take(first))
+    counts = pc.value_counts(pa.concat_tables([pa.table({"key": key}) for key in keys])["key"])
+    return counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+
+
+def _distinct_keys(part: pa.Table, repeated: pa.Array, shard: int) -> pa.Table:
+    """Keys that other shards have as well get their position behind them."""
+    mine = pc.is_in(part["key"], value_set=repeated)
+    positions = pc.cast(part["position"], pa.string())
+    longer = pc.binary_join_element_wise(part["key"], positions, "-")
+    column = part.schema.get_field_index("key")
+    return part.set_column(column, part.schema.field(column), pc.if_else(mine, longer, part["key"]))

@@ -1,0 +1,356 @@
+"""One shard of a sharding: its images read, checked and packed, and a part file that says what became of each row.
+
+A part holds everything about its pairs but the ids: those depend on what other shards keep, and come in a last pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import simplejpeg
+from PIL import Image
+
+from fnpipe.pipeline import atomic
+from fnpipe.pipeline.captions import clean_caption
+from fnpipe.pipeline.decode import BadImage, ImageFacts, decode_rgb, inspect_image
+from fnpipe.pipeline.images import ImageReader, ImageRequest
+from fnpipe.pipeline.storage import filesystem, is_remote
+from fnpipe.pipeline.tars import TarWriter
+
+JOB, ROWS = "job.json", "rows.arrow"
+
+PART_SCHEMA = pa.schema(
+    [
+        ("position", pa.int64()),
+        ("key", pa.string()),
+        ("caption", pa.string()),
+        ("source", pa.string()),
+        ("image", pa.string()),
+        ("split", pa.string()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("image_sha256", pa.string()),
+        ("image_offset", pa.int64()),
+        ("image_size", pa.int64()),
+        ("rank", pa.uint64()),
+    ]
+)
+QUARANTINE_SCHEMA = pa.schema(
+    [
+        ("source", pa.string()),
+        ("row", pa.int64()),
+        ("image", pa.string()),
+        ("reason", pa.string()),
+        ("detail", pa.string()),
+    ]
+)
+
+# Images in hand at a time: enough for remote stores to have many requests in flight.
+_BLOCK = 32
+_JPEG_QUALITY = 90
+_JPEG_LARGEST_SIDE = 65_535
+_KEY_DIGITS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What every worker of a sharding needs to know; written once, read by each.
+
+    Attributes:
+        names, roots, files: of each source.
+        shards: where tars go; None leaves the images where they lie (--in-place).
+        verify: decode every image, instead of reading its header.
+        seed: of the holdout draw.
+    """
+
+    names: list[str]
+    roots: list[str]
+    files: list[list[str]]
+    shards: str | None
+    verify: bool
+    max_pixels: int
+    resize: int | None
+    follow_links: bool
+    seed: int
+
+    def write(self, directory: Path) -> None:
+        atomic.write_json(directory / JOB, asdict(self))
+
+    @classmethod
+    def read(cls, directory: Path) -> Job:
+        return cls(**json.loads((directory / JOB).read_bytes()))
+
+
+@dataclass
+class Tally:
+    """What became of the rows of a shard: rows kept by source number, captions dropped inside them."""
+
+    kept: Counter[int] = field(default_factory=Counter)
+    captions_dropped: int = 0
+    images: int = 0
+
+
+def part_path(parts: Path, shard: int) -> Path:
+    return parts / f"{shard:05d}.parquet"
+
+
+def quarantine_path(parts: Path, shard: int) -> Path:
+    return parts / f"{shard:05d}.quarantine.parquet"
+
+
+def shard_name(shard: int) -> str:
+    return f"{shard:05d}.tar"
+
+
+def read_tally(parts: Path, shard: int) -> Tally:
+    """The tally that a finished part carries."""
+    found = json.loads(pq.read_schema(part_path(parts, shard)).metadata[b"tally"])
+    kept = Counter({int(source): count for source, count in found["kept"].items()})
+    return Tally(kept, found["captions_dropped"], found["images"])
+
+
+def make_part(task: tuple[str, str, int]) -> int:
+    """Make one shard: its tar, its quarantine, and last its part, which marks it as done.
+
+    Args:
+        task: the parts' directory, a digest of the rows in it, and the shard's number.
+
+    Returns:
+        How many images the shard was given.
+    """
+    directory, digest, shard = task
+    parts = Path(directory)
+    job, rows = _opened(directory, digest)
+    batch = rows.get_batch(shard)
+    maker = _PartMaker(job, batch)
+    if job.shards is None:
+        maker.run(None)
+    else:
+        _write_tar(job.shards, shard_name(shard), maker)
+    maker.write(parts, shard)
+    return maker.images_given
+
+
+@lru_cache(maxsize=1)
+def _opened(directory: str, digest: str) -> tuple[Job, pa.ipc.RecordBatchFileReader]:
+    parts = Path(directory)
+    return Job.read(parts), pa.ipc.open_file(pa.memory_map(str(parts / ROWS)))
+
+
+def _write_tar(shards: str, name: str, maker: _PartMaker) -> None:
+    if is_remote(shards):
+        # An upload appears at once and whole; its bytes are bounded by the shard.
+        buffer = io.BytesIO()
+        maker.run(TarWriter(buffer))
+        if maker.tally.images:
+            fs, base = filesystem(shards)
+            fs.pipe_file(f"{base.rstrip('/')}/{name}", buffer.getvalue())
+        return
+    path = Path(shards) / name
+    with atomic.replacing(path) as temporary, temporary.open("wb", buffering=1 << 20) as file:
+        maker.run(TarWriter(file))
+    if not maker.tally.images:
+        path.unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One row of an image, with what is left of its captions."""
+
+    number: int
+    line: int | None
+    captions: list[str]
+    dropped: int
+    split: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _ImageRows:
+    """An image and the rows that name it."""
+
+    position: int
+    source: int
+    request: ImageRequest
+    rows: list[_Row]
+
+
+class _PartMaker:
+    """Turns a batch of rows into the columns of a part, row by row."""
+
+    def __init__(self, job: Job, batch: pa.RecordBatch) -> None:
+        self._job = job
+        self._batch = batch
+        self._readers = [
+            ImageReader(root, files, job.follow_links) for root, files in zip(job.roots, job.files, strict=True)
+        ]
+        self._pairs: list[tuple[Any, ...]] = []
+        self._quarantine: list[tuple[str, int, str, str, str]] = []
+        self._seed = job.seed.to_bytes(16, "little", signed=True)
+        self.tally = Tally()
+        self.images_given = 0
+
+    def run(self, tar: TarWriter | None) -> None:
+        block: list[_ImageRows] = []
+        for image in _images(self._batch):
+            self.images_given += 1
+            image = self._with_captions(image)
+            if image.rows:
+                block.append(image)
+            if len(block) == _BLOCK:
+                self._add_block(block, tar)
+                block = []
+        self._add_block(block, tar)
+        if tar is not None:
+            tar.close()
+
+    def write(self, parts: Path, shard: int) -> None:
+        tally = {**vars(self.tally), "kept": dict(self.tally.kept)}
+        schema = PART_SCHEMA.with_metadata({"tally": json.dumps(tally)})
+        if self._quarantine:
+            atomic.write_table(quarantine_path(parts, shard), _table(self._quarantine, QUARANTINE_SCHEMA))
+        atomic.write_table(part_path(parts, shard), _table(self._pairs, schema))
+
+    def _with_captions(self, image: _ImageRows) -> _ImageRows:
+        """The image with cleaned captions, each once; rows of which nothing is left go to quarantine."""
+        seen: set[str] = set()
+        rows = []
+        for row in image.rows:
+            cleaned = [clean_caption(text) for text in row.captions]
+            captions = []
+            for text in cleaned:
+                if text and text not in seen:
+                    seen.add(text)
+                    captions.append(text)
+            if captions:
+                dropped = row.dropped + len(cleaned) - len(captions)
+                rows.append(_Row(row.number, row.line, captions, dropped, row.split))
+            elif any(cleaned):
+                self._set_aside(image, row, "duplicate-pair", f"{cleaned[0][:100]!r} once more for the same image")
+            else:
+                self._set_aside(image, row, "empty-caption", "nothing is left after clean-up")
+        return _ImageRows(image.position, image.source, image.request, rows)
+
+    def _add_block(self, block: list[_ImageRows], tar: TarWriter | None) -> None:
+        by_source: dict[int, list[ImageRequest]] = {}
+        for image in block:
+            by_source.setdefault(image.source, []).append(image.request)
+        contents = {source: iter(self._readers[source].read(wanted)) for source, wanted in by_source.items()}
+        for image in block:
+            content = next(contents[image.source])
+            try:
+                if isinstance(content, BadImage):
+                    raise content
+                facts = inspect_image(content, max_pixels=self._job.max_pixels, full=self._job.verify)
+                self._add(image, content, facts, tar)
+            except BadImage as bad:
+                for row in image.rows:
+                    self._set_aside(image, row, bad.reason, bad.detail)
+
+    def _add(self, image: _ImageRows, data: bytes, facts: ImageFacts, tar: TarWriter | None) -> None:
+        digest = hashlib.sha256(data)
+        captions = [text for row in image.rows for text in row.captions]
+        if tar is None:
+            key, offset, size = _key_in_place(image.request, self._files(image)), image.request.offset, len(data)
+        else:
+            key = f"{image.position:0{_KEY_DIGITS}d}"
+            data, facts = _stored(data, facts, self._job.resize, self._job.max_pixels)
+            offset, size = tar.add(f"{key}.{facts.extension}", data), len(data)
+            tar.add(f"{key}.txt", captions[0].encode())
+            tar.add(f"{key}.json", self._description(image, captions, facts, digest.hexdigest()))
+        rank = int.from_bytes(hashlib.sha256(self._seed + digest.digest()).digest()[:8], "big")
+        split = next((row.split for row in image.rows if row.split is not None), None)
+        source, hexdigest, name = self._job.names[image.source], digest.hexdigest(), image.request.image
+        self._pairs += [
+            (image.position, key, text, source, name, split, facts.width, facts.height, hexdigest, offset, size, rank)
+            for text in captions
+        ]
+        self.tally.images += 1
+        self.tally.kept[image.source] += len(image.rows)
+        self.tally.captions_dropped += sum(row.dropped for row in image.rows)
+
+    def _description(self, image: _ImageRows, captions: list[str], facts: ImageFacts, sha256: str) -> bytes:
+        value = {
+            "image": image.request.image,
+            "source": self._job.names[image.source],
+            "captions": captions,
+            "width": facts.width,
+            "height": facts.height,
+            "sha256": sha256,
+        }
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+    def _files(self, image: _ImageRows) -> str:
+        return self._job.files[image.source][image.request.file]
+
+    def _set_aside(self, image: _ImageRows, row: _Row, reason: str, detail: str) -> None:
+        source = self._job.names[image.source]
+        if row.line is not None:
+            detail = f"line {row.line}: {detail}"
+        self._quarantine.append((source, row.number, image.request.image, reason, detail))
+
+
+def _images(batch: pa.RecordBatch) -> Iterator[_ImageRows]:
+    """The images of a batch of ``ROWS_SCHEMA`` with positions, whose rows stand together."""
+    columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
+    positions = np.asarray(columns["position"])
+    starts = np.flatnonzero(np.diff(positions, prepend=-1))
+    ends = np.append(starts[1:], len(positions))
+    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+        request = ImageRequest(
+            columns["image"][start], columns["file"][start], columns["offset"][start], columns["size"][start]
+        )
+        rows = [
+            _Row(
+                columns["row"][i],
+                columns["line"][i],
+                columns["captions"][i],
+                columns["dropped"][i],
+                columns["split"][i],
+            )
+            for i in range(start, end)
+        ]
+        yield _ImageRows(columns["position"][start], columns["source"][start], request, rows)
+
+
+def _stored(data: bytes, facts: ImageFacts, resize: int | None, max_pixels: int) -> tuple[bytes, ImageFacts]:
+    """The bytes that go into the tar: the source's own, or re-encoded where asked for or where tars hold no such form.
+
+    A picture whose shorter side is no longer than ``resize`` is never enlarged: it stays as it is.
+    """
+    if resize is not None and min(facts.width, facts.height) > resize:
+        scale = resize / min(facts.width, facts.height)
+        size = (max(1, round(facts.width * scale)), max(1, round(facts.height * scale)))
+        if max(size) <= _JPEG_LARGEST_SIDE:
+            picture = Image.fromarray(decode_rgb(data, max_pixels=max_pixels))
+            small = np.asarray(picture.resize(size, Image.Resampling.BICUBIC))
+            encoded = simplejpeg.encode_jpeg(np.ascontiguousarray(small), _JPEG_QUALITY, "RGB")
+            return encoded, ImageFacts(*size, "jpg")
+    if facts.extension is None:
+        out = io.BytesIO()
+        Image.fromarray(decode_rgb(data, max_pixels=max_pixels)).save(out, "PNG")
+        return out.getvalue(), ImageFacts(facts.width, facts.height, "png")
+    return data, facts
+
+
+def _key_in_place(request: ImageRequest, file: str) -> str:
+    """The key of a member that stays where it lies: its name in the tar, without the extension."""
+    inside = request.image.partition(file.rpartition("/")[2] + "/")[2]
+    folder, slash, base = inside.rpartition("/")
+    return folder + slash + (base.rpartition(".")[0] or base)
+
+
+def _table(rows: list[tuple[Any, ...]], schema: pa.Schema) -> pa.Table:
+    columns: list[Any] = list(zip(*rows, strict=True)) if rows else [()] * len(schema)
+    arrays = [pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)]
+    return pa.Table.from_arrays(arrays, schema=schema)

@@ -1,0 +1,160 @@
+"""COCO's captions file (``images`` and ``annotations``) and Karpathy's split file (``images`` with ``sentences``)."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.sources.files import open_text, parent
+from fnpipe.pipeline.sources.jsonstream import JsonStream
+from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
+from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
+
+_BATCH = 65_536
+
+
+def read_coco(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) -> None:
+    """Read either form: a row is an annotation of COCO's, or an image of Karpathy's with all its sentences."""
+    source.root = how.image_root or parent(source.path)
+    source.inputs.append(source.path)
+    document = _Document(source.path, how, rows)
+    with open_text(source.path) as text:
+        stream = JsonStream(text, source.path)
+        if stream.peek() != "{":
+            raise InputError(f"{source.path}: not COCO's form: an object with 'images' and 'annotations' is expected")
+        for key in stream.members():
+            document.read(key, stream)
+        stream.end()
+    document.finish(source)
+
+
+class _Document:
+    """The parts of the file as they come by, in any order; ids and captions are kept as Arrow arrays."""
+
+    def __init__(self, path: str, how: ReadOptions, rows: RowBuilder) -> None:
+        self._path = path
+        self._caption = how.caption_column or "caption"
+        self._image = how.image_column or "file_name"
+        self._split = how.split
+        self._rows = rows
+        self._keys: list[str] = []
+        self._images = _Columns("id", "file")
+        self._annotations = _Columns("image_id", "caption", "id")
+        self._sentences = False
+
+    def read(self, key: str, stream: JsonStream) -> None:
+        self._keys.append(key)
+        if stream.peek() != "[" or key not in ("images", "annotations"):
+            stream.value()
+            return
+        read = self._read_image if key == "images" else self._read_annotation
+        for entry in stream.items():
+            read(entry)
+
+    def _read_image(self, entry: Any) -> None:
+        if not isinstance(entry, dict):
+            if self._sentences:
+                self._rows.bad("bad-row", "an image that is not an object")
+        elif "sentences" in entry:
+            self._sentences = True
+            self._add_karpathy(entry)
+        else:
+            # An id is compared as JSON writes it, so that the text "5" is not the number 5.
+            self._images.add(json.dumps(entry.get("id")), json.dumps(entry.get(self._image)))
+
+    def _read_annotation(self, entry: Any) -> None:
+        if not isinstance(entry, dict):
+            self._annotations.add(None, json.dumps(entry)[:60], None)
+        else:
+            image = json.dumps(entry["image_id"]) if "image_id" in entry else None
+            caption = entry.get(self._caption, MISSING)
+            self._annotations.add(
+                image, None if caption is MISSING else json.dumps(caption), json.dumps(entry.get("id"))
+            )
+
+    def _add_karpathy(self, entry: dict[str, Any]) -> None:
+        split = entry.get("split")
+        split = split if isinstance(split, str) and split else None
+        if self._split is not None and split != self._split:
+            return
+        name = entry.get("filename", MISSING)
+        folder = entry.get("filepath")
+        if isinstance(name, str) and isinstance(folder, str) and folder:
+            name = f"{folder}/{name}"
+        sentences = entry["sentences"]
+        captions: Any = MISSING
+        if isinstance(sentences, list):
+            captions = [part.get("raw") if isinstance(part, dict) else part for part in sentences]
+        self._rows.add(name, captions, split=split)
+
+    def finish(self, source: Source) -> None:
+        if self._sentences:
+            return
+        missing = next((key for key in ("images", "annotations") if key not in self._keys), None)
+        if missing:
+            raise InputError(
+                f"{self._path}: expected a list of rows, or an object with 'images' and 'annotations'; "
+                f"found an object with keys {self._keys[:20]}"
+            )
+        images, annotations = self._images.table(), self._annotations.table()
+        self._refuse_repeated_ids(images["id"])
+        ids = images["id"].combine_chunks()
+        found = pc.index_in(annotations["image_id"], value_set=ids)
+        for start in range(0, len(annotations), _BATCH):
+            part = annotations.slice(start, _BATCH)
+            where = found.slice(start, _BATCH)
+            files = pc.take(images["file"], where)
+            self._add_annotations(part, where.to_pylist(), files.to_pylist())
+        self._rows.require_fields(self._path, self._image, self._caption)
+        alone = len(images) - len(pc.unique(found.drop_null()))
+        if alone:
+            source.notes.append(f"{source.name}: {alone:,} images without a caption")
+
+    def _add_annotations(self, part: pa.Table, where: list[int | None], files: list[str | None]) -> None:
+        columns = (part["image_id"].to_pylist(), part["caption"].to_pylist(), part["id"].to_pylist())
+        for image_id, caption, annotation, index, file in zip(*columns, where, files, strict=True):
+            if annotation is None:
+                self._rows.bad("bad-row", f"an annotation that is not an object but {caption}")
+            elif image_id is None:
+                self._rows.bad("missing-field", f"annotation {annotation} has no image_id")
+            elif index is None or file is None:
+                self._rows.bad("orphan-annotation", f"annotation {annotation}: no image has the id {image_id}")
+            else:
+                self._rows.add(json.loads(file), MISSING if caption is None else json.loads(caption))
+
+    def _refuse_repeated_ids(self, ids: pa.ChunkedArray) -> None:
+        counts = pc.value_counts(ids)
+        repeated = counts.filter(pc.greater(counts.field("counts"), 1))
+        if len(repeated):
+            raise InputError(
+                f"{self._path}: {repeated[0]['counts']} images have the id {repeated[0]['values']}; "
+                "annotations of it could mean either: give each image its own"
+            )
+
+
+class _Columns:
+    """Columns of text that grow row by row and are packed into Arrow every few thousand rows."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+        self._rows: list[tuple[str | None, ...]] = []
+        self._tables: list[pa.Table] = []
+
+    def add(self, *values: str | None) -> None:
+        self._rows.append(values)
+        if len(self._rows) >= _BATCH:
+            self._pack()
+
+    def table(self) -> pa.Table:
+        self._pack()
+        return pa.concat_tables(self._tables)
+
+    def _pack(self) -> None:
+        columns = zip(*self._rows, strict=True) if self._rows else ((),) * len(self._names)
+        arrays = [pa.array(column, pa.large_string()) for column in columns]
+        self._tables.append(pa.Table.from_arrays(arrays, list(self._names)))
+        self._rows = []

@@ -1,0 +1,155 @@
+"""Reading image and caption columns of Arrow tables, whatever types they are kept in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import IO, Any, Protocol
+
+import numpy as np
+import pyarrow as pa
+
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
+
+
+class Place(Protocol):
+    """Says where the bytes of embedded images can be read from later."""
+
+    def __call__(self, blobs: pa.Array) -> tuple[int, np.ndarray, np.ndarray]:
+        """The file's number, and the (n,) offsets and sizes in bytes."""
+        ...
+
+
+def add_columns(
+    rows: RowBuilder,
+    images: pa.Array,
+    captions: list[Any],
+    place: Place,
+    *,
+    name: str,
+    start: int,
+    split: str | None,
+) -> None:
+    """Add one batch: images as paths, as bytes, or as Hugging Face's struct {bytes, path}.
+
+    An embedded image without a path of its own is called ``name/row``, counted from ``start``.
+    """
+    paths, blobs = _paths_and_blobs(images)
+    if blobs is None:
+        for path, caption in zip(paths, captions, strict=True):
+            rows.add(MISSING if path is None else path, caption, split=split)
+        return
+    file, offsets, sizes = place(blobs)
+    embedded = blobs.is_valid().to_pylist()
+    columns = zip(paths, captions, embedded, offsets.tolist(), sizes.tolist(), strict=True)
+    for number, (path, caption, inside, offset, size) in enumerate(columns, start):
+        if inside:
+            rows.add(path or f"{name}/{number}", caption, split=split, file=file, offset=offset, size=size)
+        elif path:
+            rows.add(path, caption, split=split)
+        else:
+            rows.bad("no-image", "neither bytes nor a path", image=f"{name}/{number}")
+
+
+def require_image_type(where: str, kind: pa.DataType) -> None:
+    """Refuse an image column that is neither text, nor bytes, nor a struct of them."""
+    if isinstance(kind, pa.DictionaryType):
+        kind = kind.value_type
+    fine = _is_text(kind) or _is_binary(kind) or pa.types.is_null(kind)
+    if pa.types.is_struct(kind):
+        names = {kind.field(i).name for i in range(kind.num_fields)}
+        fine = bool(names & {"bytes", "path"})
+    if not fine:
+        raise InputError(f"{where}: has type {kind}; paths, bytes, or a struct of bytes and path can be read")
+
+
+def caption_values(where: str, column: pa.Array) -> list[Any]:
+    """A caption column as Python values: text, lists of text, None; bytes are decoded as UTF-8.
+
+    Raises:
+        InputError: its type holds no text.
+    """
+    kind = column.type
+    if isinstance(kind, pa.DictionaryType):
+        column, kind = column.dictionary_decode(), kind.value_type
+    inner = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
+    if _is_binary(inner):
+        return [_decoded(value) for value in column.to_pylist()]
+    if not (_is_text(inner) or pa.types.is_null(inner)):
+        raise InputError(f"{where}: has type {kind}, which holds no captions; choose another with --caption-column")
+    values: list[Any] = column.to_pylist()
+    return values
+
+
+def is_embedded(kind: pa.DataType) -> bool:
+    """Whether a column of this type holds images' bytes."""
+    return _is_binary(kind) or pa.types.is_struct(kind)
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(entry) for entry in value]
+    # Bytes that are no UTF-8 become lone surrogates, which the row is then quarantined for.
+    return None if value is None else value.decode("utf-8", "surrogateescape")
+
+
+def _paths_and_blobs(images: pa.Array) -> tuple[list[str | None], pa.Array | None]:
+    kind = images.type
+    if isinstance(kind, pa.DictionaryType):
+        return images.dictionary_decode().to_pylist(), None
+    if _is_binary(kind):
+        return [None] * len(images), images
+    if not pa.types.is_struct(kind):
+        return images.to_pylist(), None
+    names = [kind.field(i).name for i in range(kind.num_fields)]
+    children = dict(zip(names, images.flatten(), strict=True))
+    paths = children["path"].to_pylist() if "path" in children else [None] * len(images)
+    return paths, children.get("bytes")
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
+def _is_binary(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind))
+
+
+class Spool:
+    """Appends images to a file, for sources that cannot be read at random where they lie."""
+
+    def __init__(self, out: IO[bytes]) -> None:
+        self._out = out
+        self._offset = 0
+
+    def __call__(self, blobs: pa.Array) -> tuple[int, np.ndarray, np.ndarray]:
+        sizes = np.zeros(len(blobs), np.int64)
+        for i, blob in enumerate(_buffers(blobs)):
+            if blob is not None:
+                self._out.write(blob)
+                sizes[i] = len(blob)
+        offsets = self._offset + np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+        self._offset += int(sizes.sum())
+        return 0, offsets[: len(sizes)], sizes
+
+
+def _buffers(blobs: pa.Array) -> Iterable[Any]:
+    return (scalar.as_buffer() if scalar.is_valid else None for scalar in blobs)
+
+
+class Mapped:
+    """Places of images inside a memory-mapped Arrow file: the columns' buffers are slices of it."""
+
+    def __init__(self, number: int, whole: pa.Buffer) -> None:
+        self._number = number
+        self._start = whole.address
+        self._end = whole.address + whole.size
+
+    def __call__(self, blobs: pa.Array) -> tuple[int, np.ndarray, np.ndarray]:
+        _, bounds, data = blobs.buffers()
+        width = np.int64 if pa.types.is_large_binary(blobs.type) else np.int32
+        edges = np.frombuffer(bounds, width)[blobs.offset : blobs.offset + len(blobs) + 1].astype(np.int64)
+        base = 0 if data is None else data.address - self._start
+        if data is not None and not self._start <= data.address <= self._end:
+            raise InputError("compressed Arrow files cannot be read in place; save them as Parquet")
+        return self._number, edges[:-1] + base, np.diff(edges)

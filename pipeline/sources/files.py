@@ -1,0 +1,141 @@
+"""Opening what a source is made of: local paths and fsspec URLs, gzip, byte order marks, brace ranges."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import os
+import re
+from pathlib import Path
+from typing import IO, Any, cast
+
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.storage import filesystem, is_remote, local_path
+
+_UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+_GZIP_MARK = b"\x1f\x8b"
+_BRACES = re.compile(r"\{([^{}]*)\}")
+
+
+def exists(path: str) -> bool:
+    if is_remote(path):
+        fs, inner = filesystem(path)
+        return bool(fs.exists(inner))
+    return os.path.lexists(local_path(path))
+
+
+def is_directory(path: str) -> bool:
+    if is_remote(path):
+        fs, inner = filesystem(path)
+        return bool(fs.isdir(inner))
+    return os.path.isdir(local_path(path))
+
+
+def size_of(path: str) -> int:
+    """Size in bytes."""
+    if is_remote(path):
+        fs, inner = filesystem(path)
+        return int(fs.size(inner))
+    return os.path.getsize(local_path(path))
+
+
+def open_binary(path: str) -> IO[bytes]:
+    """Open a file as it lies; ``read`` on it is buffered and it can be peeked into."""
+    try:
+        if is_remote(path):
+            fs, inner = filesystem(path)
+            return io.BufferedReader(cast(Any, fs.open(inner, "rb")), 1 << 20)
+        return open(local_path(path), "rb", buffering=1 << 18)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file") from None
+    except IsADirectoryError:
+        raise InputError(f"{path}: a directory, where a file should be") from None
+    except PermissionError:
+        raise InputError(f"{path}: no permission to read it") from None
+
+
+def open_unpacked(path: str) -> IO[bytes]:
+    """Open a file, unpacking gzip whatever its name says."""
+    raw = open_binary(path)
+    if peek(raw, 2) == _GZIP_MARK:
+        return io.BufferedReader(cast(Any, gzip.GzipFile(fileobj=raw)), 1 << 18)
+    return raw
+
+
+def open_text(path: str) -> io.TextIOWrapper:
+    """Open UTF-8 text, gzipped or not, past its byte order mark; bytes that are no UTF-8 come out as lone surrogates.
+
+    Raises:
+        InputError: the file is empty, or UTF-16.
+    """
+    raw = open_unpacked(path)
+    start = peek(raw, 3)
+    if not start:
+        raise InputError(f"{path}: the file is empty")
+    if start[:2] in _UTF16_MARKS:
+        raise InputError(f"{path}: it is UTF-16; save it as UTF-8")
+    if start == b"\xef\xbb\xbf":
+        raw.read(3)
+    return io.TextIOWrapper(raw, "utf-8", "surrogateescape", newline="")
+
+
+def peek(raw: IO[bytes], n: int) -> bytes:
+    """The next ``n`` bytes (fewer at the end of the file), which stay unread."""
+    return bytes(cast(io.BufferedReader, raw).peek(n)[:n])
+
+
+def walk(directory: str) -> list[str]:
+    """The files below ``directory`` as sorted relative paths with forward slashes; hidden folders are left out."""
+    if is_remote(directory):
+        fs, inner = filesystem(directory)
+        start = len(inner.rstrip("/")) + 1
+        return sorted(path[start:] for path in fs.find(inner) if not _hidden(path[start:]))
+    root = Path(local_path(directory))
+    found = []
+    for folder, folders, names in os.walk(root, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        below = Path(folder).relative_to(root)
+        found += [(below / name).as_posix() for name in names]
+    return sorted(found)
+
+
+def join(directory: str, name: str) -> str:
+    return f"{directory.rstrip('/')}/{name}" if directory else name
+
+
+def parent(path: str) -> str:
+    """The directory that holds ``path``; ``.`` for a bare name."""
+    head = path.rstrip("/").rpartition("/")[0]
+    return head or ("/" if path.startswith("/") else ".")
+
+
+def natural(name: str) -> list[tuple[int, int, str]]:
+    """A sort key by which part-2 comes before part-10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"([0-9]+)", name)]
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """``a{00..02}`` -> a00, a01, a02; ``{x,y}`` -> x, y; a text without braces -> itself."""
+    parts: list[list[str]] = []
+    end = 0
+    for match in _BRACES.finditer(pattern):
+        parts += [[pattern[end : match.start()]], _alternatives(match)]
+        end = match.end()
+    parts.append([pattern[end:]])
+    return ["".join(choice) for choice in itertools.product(*parts)]
+
+
+def _alternatives(match: re.Match[str]) -> list[str]:
+    inner = match[1]
+    numbers = re.fullmatch(r"(\d+)\.\.(\d+)", inner)
+    if numbers:
+        first, last = int(numbers[1]), int(numbers[2])
+        width = len(numbers[1]) if numbers[1].startswith("0") else 0
+        step = 1 if last >= first else -1
+        return [f"{number:0{width}d}" for number in range(first, last + step, step)]
+    return inner.split(",") if "," in inner else [match[0]]
+
+
+def _hidden(path: str) -> bool:
+    return any(part.startswith((".", "_")) for part in path.split("/")[:-1])

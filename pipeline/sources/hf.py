@@ -1,0 +1,115 @@
+"""Hugging Face data sets on disk: saved with ``save_to_disk``, or a local data set folder in any layout of the Hub."""
+
+from __future__ import annotations
+
+import json
+
+import pyarrow as pa
+
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.sources.columns import Mapped, add_columns, caption_values, require_image_type
+from fnpipe.pipeline.sources.files import exists, join, natural, walk
+from fnpipe.pipeline.sources.folder import metadata_files, read_folder
+from fnpipe.pipeline.sources.parquet import parquet_members, read_parquet, split_of
+from fnpipe.pipeline.sources.rows import RowBuilder
+from fnpipe.pipeline.sources.source import (
+    CAPTION_FIELDS,
+    IMAGE_FIELDS,
+    ReadOptions,
+    Source,
+    Tools,
+    choose_field,
+)
+from fnpipe.pipeline.sources.webdataset import read_webdataset, tar_members
+from fnpipe.pipeline.storage import is_remote, local_path
+
+_STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+def is_saved_dataset(directory: str) -> bool:
+    """Whether ``save_to_disk`` wrote this folder."""
+    return any(exists(join(directory, name)) for name in (_STATE, _SPLITS))
+
+
+def read_hf(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) -> None:
+    """Read a saved data set, Arrow files mapped and never loaded; or a data set folder by what lies in it."""
+    source.root = how.image_root or source.path
+    arrow = _arrow_files(source.path)
+    if arrow:
+        _read_arrow(source, how, rows, arrow)
+    elif metadata_files(source.path):
+        read_folder(source, how, rows, tools)
+    elif members := parquet_members(source.path):
+        source.members = members
+        read_parquet(source, how, rows, tools)
+    elif members := tar_members(source.path):
+        source.members = members
+        read_webdataset(source, how, rows, tools)
+    else:
+        raise InputError(
+            f"{source.path}: no data set here: neither {_STATE} nor {_SPLITS} (save_to_disk), nor Parquet, Arrow or "
+            "tar files, nor an imagefolder's metadata"
+        )
+
+
+def _arrow_files(directory: str) -> list[tuple[str, str | None]]:
+    """The Arrow files of a data set and the split of each, in order."""
+    if exists(join(directory, _SPLITS)):
+        with open(local_path(join(directory, _SPLITS)), encoding="utf-8") as file:
+            splits = json.load(file)["splits"]
+        return [(join(split, name), split) for split in splits for name in _state_files(join(directory, split))]
+    if exists(join(directory, _STATE)):
+        return [(name, None) for name in _state_files(directory)]
+    names = sorted((name for name in walk(directory) if name.endswith(".arrow")), key=natural)
+    return [(name, split_of(name)) for name in names]
+
+
+def _state_files(directory: str) -> list[str]:
+    path = join(directory, _STATE)
+    try:
+        with open(local_path(path), encoding="utf-8") as file:
+            return [str(part["filename"]) for part in json.load(file)["_data_files"]]
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; the data set was not saved whole") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: damaged ({error})") from None
+
+
+def _read_arrow(source: Source, how: ReadOptions, rows: RowBuilder, files: list[tuple[str, str | None]]) -> None:
+    if is_remote(source.path):
+        raise InputError(f"{source.path}: Arrow files are read where they lie, on a local disk; copy them first")
+    chosen = [(name, split) for name, split in files if how.split is None or split in (how.split, None)]
+    if not chosen:
+        known = ", ".join(sorted({str(split) for _, split in files}))
+        raise InputError(f"{source.path}: no split {how.split!r} (it has {known})")
+    for name, split in chosen:
+        path = join(source.path, name)
+        source.inputs.append(path)
+        source.files.append(path)
+        _read_arrow_file(path, name, len(source.files) - 1, rows, how, how.split or split)
+
+
+def _read_arrow_file(path: str, name: str, number: int, rows: RowBuilder, how: ReadOptions, split: str | None) -> None:
+    try:
+        whole = pa.memory_map(local_path(path)).read_buffer()
+        reader = _open_arrow(whole)
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file; the data set was not saved whole") from None
+    except (pa.ArrowInvalid, OSError) as error:
+        raise InputError(f"{path}: not an Arrow file ({error})") from None
+    image = choose_field(path, reader.schema.names, how.image_column, IMAGE_FIELDS, "--image-column")
+    caption = choose_field(path, reader.schema.names, how.caption_column, CAPTION_FIELDS, "--caption-column")
+    require_image_type(f"{path}: column {image!r}", reader.schema.field(image).type)
+    start = 0
+    place = Mapped(number, whole)
+    for batch in reader.read_all().select([image, caption]).to_batches():
+        captions = caption_values(f"{path}: column {caption!r}", batch.column(caption))
+        add_columns(rows, batch.column(image), captions, place, name=name, start=start, split=split)
+        start += len(batch)
+
+
+def _open_arrow(whole: pa.Buffer) -> pa.ipc.RecordBatchStreamReader | pa.ipc.RecordBatchFileReader:
+    source = pa.BufferReader(whole)
+    if whole.slice(0, min(6, whole.size)).to_pybytes() == b"ARROW1":
+        return pa.ipc.open_file(source)
+    return pa.ipc.open_stream(source)

@@ -1,0 +1,205 @@
+"""The table of rows: what every source is turned into, one row per entry, held as Arrow and never as Python objects."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+
+from fnpipe.pipeline.errors import InputError
+
+# ``image`` is the path as in the source. Where ``file`` is WHOLE_FILE it leads to the bytes; otherwise they lie in the
+# source's file of that number, at ``offset``. A row with a ``reason`` is quarantined before any image is opened.
+ROWS_SCHEMA = pa.schema(
+    [
+        ("source", pa.int16()),
+        ("row", pa.int64()),
+        ("line", pa.int64()),
+        ("image", pa.large_string()),
+        ("captions", pa.large_list(pa.large_string())),
+        ("dropped", pa.int32()),
+        ("split", pa.string()),
+        ("file", pa.int32()),
+        ("offset", pa.int64()),
+        ("size", pa.int64()),
+        ("reason", pa.string()),
+        ("detail", pa.string()),
+    ]
+)
+
+WHOLE_FILE = -1
+
+MISSING: Final = object()
+"""Stands for a field that an entry does not have, as opposed to one that is null."""
+
+_BATCH_ROWS = 65_536
+# What a text decoder leaves of a byte that is not UTF-8 ("surrogateescape").
+_UNDECODABLE = re.compile("[\udc80-\udcff]")
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+_Row = tuple[Any, ...]
+
+
+class RowBuilder:
+    """Collects the rows of one source; only the last few thousand are Python objects at any time.
+
+    Attributes:
+        fields: the field names of the first entries seen, for the message about a missing one.
+    """
+
+    def __init__(self, source: int) -> None:
+        self._source = source
+        self._rows: list[_Row] = []
+        self._batches: list[pa.RecordBatch] = []
+        self._without_caption = 0
+        self._without_image = 0
+        self._total = 0
+        self.fields: dict[str, None] = {}
+
+    def __len__(self) -> int:
+        return self._total
+
+    def add(
+        self,
+        image: Any,
+        caption: Any,
+        *,
+        line: int | None = None,
+        split: str | None = None,
+        file: int = WHOLE_FILE,
+        offset: int = 0,
+        size: int = 0,
+    ) -> None:
+        """Add an entry: its image's path and its caption, or list of captions, as the source holds them, of any type.
+
+        A value of the wrong type gives the row its quarantine reason; nothing is ever turned into text here.
+        """
+        if type(caption) is str:
+            texts, dropped = [caption], 0
+        else:
+            texts, dropped, reason, detail = _texts(caption)
+            if reason:
+                self._without_caption += caption is MISSING
+                return self.bad(reason, detail, image=image if isinstance(image, str) else None, line=line)
+        if type(image) is not str:
+            self._without_image += image is MISSING
+            reason, detail = _no_path(image)
+            return self.bad(reason, detail, line=line)
+        self._append((line, image, texts, dropped, split, file, offset, size, None, None))
+
+    def bad(self, reason: str, detail: str, *, image: str | None = None, line: int | None = None) -> None:
+        """Add an entry that is quarantined for what it is."""
+        self._append((line, image, [], 0, None, WHOLE_FILE, 0, 0, reason, detail))
+
+    def add_table(self, table: pa.Table) -> None:
+        """Add rows in the form of ``ROWS_SCHEMA``; source and row numbers are filled in here."""
+        self._flush()
+        for batch in table.cast(ROWS_SCHEMA).to_batches():
+            self._batches.append(batch)
+            self._total += len(batch)
+
+    def table(self) -> pa.Table:
+        """All rows in the order they were added, numbered from 0."""
+        self._flush()
+        table = pa.Table.from_batches(self._batches, ROWS_SCHEMA)
+        self._batches = []
+        numbers = pa.array(np.arange(len(table), dtype=np.int64))
+        sources = pa.array(np.full(len(table), self._source, np.int16))
+        return table.set_column(0, ROWS_SCHEMA.field("source"), sources).set_column(
+            1, ROWS_SCHEMA.field("row"), numbers
+        )
+
+    def image_paths(self) -> Iterator[str]:
+        """The image path of every row so far, with detours such as ``./`` taken out."""
+        self._flush()
+        for batch in self._batches:
+            for path in batch.column("image").drop_null().to_pylist():
+                yield posixpath.normpath(path)
+
+    def require_fields(self, where: str, image: str, caption: str) -> None:
+        """Refuse a source in which not one entry has the image's or the caption's field.
+
+        Raises:
+            InputError: naming the fields that there are, and the flag.
+        """
+        for missing, field, flag in (
+            (self._without_image, image, "--image-column"),
+            (self._without_caption, caption, "--caption-column"),
+        ):
+            if missing and missing == self._total:
+                has = ", ".join(map(repr, self.fields)) or "no fields"
+                raise InputError(f"{where}: no field {field!r} (it has {has}); name it with {flag}")
+
+    def _append(self, row: _Row) -> None:
+        self._rows.append(row)
+        self._total += 1
+        if len(self._rows) >= _BATCH_ROWS:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._rows:
+            return
+        try:
+            batch = _record_batch(self._rows)
+        except UnicodeEncodeError:
+            batch = _record_batch([_encodable(row) for row in self._rows])
+        self._batches.append(batch)
+        self._rows = []
+
+
+def _record_batch(rows: list[_Row]) -> pa.RecordBatch:
+    columns = list(zip(*rows, strict=True))
+    fields = list(ROWS_SCHEMA)[2:]
+    arrays = [pa.array(column, field.type) for column, field in zip(columns, fields, strict=True)]
+    zeros = np.zeros(len(rows), np.int64)
+    return pa.RecordBatch.from_arrays([pa.array(zeros.astype(np.int16)), pa.array(zeros), *arrays], schema=ROWS_SCHEMA)
+
+
+def _texts(caption: Any) -> tuple[list[str], int, str, str]:
+    """The texts of a caption value, how many entries of a list are none, and the reason where no text is left."""
+    if isinstance(caption, str):
+        return [caption], 0, "", ""
+    if caption is MISSING:
+        return [], 0, "missing-field", "no caption"
+    if caption is None or caption != caption:  # null, NaN
+        return [], 0, "empty-caption", "the caption is null"
+    if not isinstance(caption, list):
+        return [], 0, "bad-caption-type", f"the caption is of type {_json_type(caption)}"
+    texts = [text for text in caption if isinstance(text, str)]
+    if texts:
+        return texts, len(caption) - len(texts), "", ""
+    wrong = [entry for entry in caption if entry is not None]
+    if wrong:
+        return [], 0, "bad-caption-type", f"a list of {_json_type(wrong[0])}"
+    return [], 0, "empty-caption", "a list without a text"
+
+
+def _no_path(image: Any) -> tuple[str, str]:
+    if image is MISSING or image is None:
+        return "missing-field", "no image"
+    return "bad-row", f"the image is of type {_json_type(image)}, not a path"
+
+
+def _json_type(value: Any) -> str:
+    names = {bool: "boolean", int: "number", float: "number", dict: "object", list: "list", bytes: "bytes"}
+    return names.get(type(value), type(value).__name__)
+
+
+def _encodable(row: _Row) -> _Row:
+    """``row`` without half characters; bytes that were no UTF-8 make it a quarantined one."""
+    line, image, texts, dropped, split, file, offset, size, reason, detail = row
+    undecodable = image is not None and _SURROGATES.search(image)
+    if undecodable or any(_UNDECODABLE.search(text) for text in texts):
+        shown = None if image is None else _readable(image)
+        return (line, shown, [], 0, split, file, 0, 0, "bad-encoding", "not UTF-8")
+    texts = [_SURROGATES.sub("", text) for text in texts]
+    detail = None if detail is None else _readable(detail)
+    return (line, image, texts, dropped, split, file, offset, size, reason, detail)
+
+
+def _readable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()

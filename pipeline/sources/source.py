@@ -1,0 +1,91 @@
+"""What a source is, and what its readers are given to work with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.sources.rows import RowBuilder
+
+# Which field holds what, where no flag says so; the first that an entry or header has.
+IMAGE_FIELDS = ("image", "filepath", "file_name", "image_path", "path", "filename", "image_name")
+CAPTION_FIELDS = ("caption", "captions", "title", "text")
+
+IMAGE_EXTENSIONS = frozenset(
+    {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".jp2"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How sources are read: one field per flag of `fnpipe shard`; None where the flag was not given."""
+
+    image_root: str | None = None
+    image_column: str | None = None
+    caption_column: str | None = None
+    header: bool = True
+    split: str | None = None
+
+
+@dataclass
+class Source:
+    """One source of the command line.
+
+    Attributes:
+        path: as the user gave it. name: what the tables call it, unique among the sources of a run.
+        members: the files that it stands for, where that is more than ``path`` itself (a folder, a brace range).
+        root: what image paths are relative to, and must not leave.
+        files: the files that hold embedded images; rows refer to them by number.
+        inputs: every file whose content became rows.
+        notes: facts worth a line in the summary that are no rows (pictures that nothing mentions, empty parts).
+    """
+
+    path: str
+    name: str
+    format: str
+    members: list[str] = field(default_factory=list)
+    root: str = "."
+    files: list[str] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+class ParallelMap(Protocol):
+    """``map`` over processes, in order."""
+
+    def __call__(self, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]: ...
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a reader may use: processes, and a directory for images that cannot be read where they lie."""
+
+    map: ParallelMap
+    spool: Path
+
+
+Reader = Callable[[Source, ReadOptions, RowBuilder, Tools], None]
+
+
+def choose_field(where: str, has: Iterable[str], wanted: str | None, known: tuple[str, ...], flag: str) -> str:
+    """The name of a column: the one the flag names, or the first known one.
+
+    Raises:
+        InputError: it is not there; the message lists what is.
+    """
+    names = list(has)
+    if wanted is not None:
+        if wanted in names:
+            return wanted
+        raise InputError(f"{where}: no column {wanted!r} (it has {_list(names)}); name another with {flag}")
+    for name in known:
+        if name in names:
+            return name
+    raise InputError(f"{where}: no column {known[0]!r} (it has {_list(names)}); name it with {flag}")
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(repr(name) for name in names[:20]) or "no columns"

@@ -1,0 +1,187 @@
+"""Existing WebDataset tars: a file, a folder or a brace range, plain or compressed, whole or damaged."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fnpipe.pipeline import atomic
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.sources.files import join, natural, open_binary, peek, size_of, walk
+from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
+from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
+from fnpipe.pipeline.tars import Sample, TarIndex, index_tar
+
+TAR_NAMES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
+_UNPACKERS: dict[bytes, Callable[[Any], Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"BZh": bz2.BZ2File,
+    b"\xfd7zXZ\x00": lzma.LZMAFile,
+}
+_JSON_FIELD = "json:"
+# How our own shards hold all captions of an image; a caption column that names another field comes before it.
+_OWN_CAPTIONS = b'"captions":['
+
+
+@dataclass(frozen=True)
+class IndexedTar:
+    """One tar turned into rows.
+
+    Attributes:
+        table: ``ROWS_SCHEMA``; file 0 stands for ``file``.
+        file: where the images lie: the tar itself, or its unpacked copy.
+        samples: how many it holds. captioned: how many of them have a caption's member.
+        fields: the field names met, for messages.
+    """
+
+    table: pa.Table
+    file: str
+    samples: int
+    captioned: int
+    fields: tuple[str, ...]
+
+
+def tar_members(path: str) -> list[str]:
+    """The tars below a folder, in the order of their numbers."""
+    return sorted((join(path, name) for name in walk(path) if name.endswith(TAR_NAMES)), key=natural)
+
+
+def read_webdataset(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) -> None:
+    """Index every tar of the source; samples become rows, damage becomes rows that are quarantined."""
+    source.inputs += source.members
+    index = partial(_index, field=json_field(how), prefix=_common_folder(source), spool=str(tools.spool))
+    settled = False
+    for number, (path, tar) in enumerate(zip(source.members, tools.map(index, source.members), strict=True)):
+        if tar.samples and not settled:
+            _require_captions(path, tar, how)
+            settled = True
+        if not len(tar.table):
+            source.notes.append(f"{source.name}: {path} holds no samples")
+        source.files.append(tar.file)
+        rows.add_table(_renumber(tar.table, number))
+
+
+def json_field(how: ReadOptions) -> str | None:
+    """The field of the ``.json`` member that holds the caption; None where the ``.txt`` member does."""
+    column = how.caption_column
+    if column is None or column == "txt":
+        return None
+    if not column.startswith(_JSON_FIELD):
+        raise InputError(f"--caption-column {column}: for tars it is txt or json:FIELD")
+    return column.removeprefix(_JSON_FIELD)
+
+
+def is_compressed(path: str) -> bool:
+    """Whether the bytes of a tar are compressed, whatever its name says."""
+    with open_binary(path) as raw:
+        return any(peek(raw, len(mark)) == mark for mark in _UNPACKERS)
+
+
+def index_rows(path: str, name: str, field: str | None) -> tuple[pa.Table, TarIndex]:
+    """The rows of one uncompressed tar, and its index; ``name`` stands before each member's name."""
+    index = index_tar(path)
+    rows = RowBuilder(0)
+    for sample in index.samples:
+        _add(rows, sample, name, field)
+    for damage in index.damage:
+        rows.bad("truncated-shard", damage.what, image=name)
+    return rows.table(), index
+
+
+def _index(path: str, *, field: str | None, prefix: str, spool: str) -> IndexedTar:
+    file = _unpack(path, Path(spool)) if is_compressed(path) else path
+    table, index = index_rows(file, path[len(prefix) :], field)
+    wanted = "txt" if field is None else "json"
+    captioned = sum(sample.text(wanted) is not None for sample in index.samples)
+    return IndexedTar(table, file, len(index.samples), captioned, tuple(index.fields))
+
+
+def _add(rows: RowBuilder, sample: Sample, tar: str, field: str | None) -> None:
+    image = sample.image
+    name = f"{tar}/{image.name.removeprefix('./')}" if image else f"{tar}/{sample.key}"
+    if sample.reason:
+        rows.bad(sample.reason, sample.detail, image=name)
+    elif image is None:
+        rows.bad("no-image", f"only {', '.join(sample.fields)}", image=name)
+    else:
+        try:
+            caption = _caption(sample, field)
+        except UnicodeDecodeError:
+            rows.bad("bad-encoding", "the caption is not UTF-8", image=name)
+        except ValueError as error:
+            rows.bad("bad-row", f"the .json is not JSON: {error}", image=name)
+        else:
+            if caption is MISSING:
+                rows.bad("no-caption", f"only {', '.join(sample.fields)}", image=name)
+            else:
+                rows.add(name, caption, file=0, offset=image.offset, size=image.size)
+
+
+def _caption(sample: Sample, field: str | None) -> Any:
+    text, described = sample.text("txt"), sample.text("json")
+    if field is None and described is not None and _OWN_CAPTIONS in described:
+        field = "captions"
+    if field is not None:
+        if described is None:
+            return MISSING
+        value = json.loads(described.decode("utf-8-sig"))
+        return value.get(field, MISSING) if isinstance(value, dict) else MISSING
+    return MISSING if text is None else text.decode("utf-8-sig")
+
+
+def _require_captions(path: str, tar: IndexedTar, how: ReadOptions) -> None:
+    if tar.captioned:
+        return
+    way = "name it with --caption-column json:FIELD" if "json" in tar.fields else "fnpipe needs .txt or .json members"
+    raise InputError(f"{path}: no caption field (its samples have {', '.join(tar.fields)}); {way}")
+
+
+def _renumber(table: pa.Table, number: int) -> pa.Table:
+    """Let the rows that refer to file 0 refer to file ``number``."""
+    column = table["file"]
+    files = pc.if_else(pc.equal(column, 0), pa.scalar(number, pa.int32()), column)
+    return table.set_column(table.column_names.index("file"), table.schema.field("file"), files)
+
+
+def _common_folder(source: Source) -> str:
+    """What all members' paths start with, up to a slash, so that `image` starts with the tar's own name."""
+    heads = [member.rpartition("/")[0] + "/" if "/" in member else "" for member in source.members]
+    shortest = min(heads, key=len)
+    while not all(head.startswith(shortest) for head in heads):
+        shortest = shortest.rstrip("/").rpartition("/")[0] + "/"
+    return shortest
+
+
+def _unpack(path: str, spool: Path) -> str:
+    """An uncompressed copy of a compressed tar: its images are read in another order than they lie in."""
+    target = spool / f"{path.strip('/').replace('/', '_')[-80:]}-{size_of(path)}.tar"
+    if not target.exists():
+        with open_binary(path) as raw, atomic.replacing(target) as temporary, temporary.open("wb") as out:
+            _copy(path, _unpacker(raw), out)
+    return str(target)
+
+
+def _unpacker(raw: IO[bytes]) -> IO[bytes]:
+    mark = next(mark for mark in _UNPACKERS if peek(raw, len(mark)) == mark)
+    opened: IO[bytes] = _UNPACKERS[mark](raw)
+    return opened
+
+
+def _copy(path: str, packed: IO[bytes], out: IO[bytes]) -> None:
+    try:
+        shutil.copyfileobj(packed, out, 1 << 20)
+    except (EOFError, OSError, lzma.LZMAError) as error:
+        # What came out before the damage is used; the missing end mark reports the rest.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise

@@ -1,0 +1,378 @@
+"""WebDataset tars: written with bytes that depend on nothing but the content, and read without trusting them.
+
+Python's ``tarfile`` takes many kinds of damage for the end of the archive and says nothing. Here the headers are walked
+by hand: what does not add up is reported, and reading goes on behind it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import IO
+
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.sources.files import size_of
+from fnpipe.pipeline.sources.source import IMAGE_EXTENSIONS
+from fnpipe.pipeline.storage import filesystem, is_remote, local_path
+
+BLOCK = 512
+_ZERO_BLOCK = bytes(BLOCK)
+# Two blocks of zeros end an archive; tar pads it to 20 blocks.
+_END = bytes(2 * BLOCK)
+_RECORD = 20 * BLOCK
+
+_REGULAR = frozenset({b"0", b"\0", b"7"})
+_LINKS = frozenset({b"1", b"2"})
+_DIRECTORY = b"5"
+_TEXT_FIELDS = ("txt", "json")
+
+
+class TarWriter:
+    """Appends members to an open file; equal members give equal bytes."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._offset = 0
+
+    def add(self, name: str, data: bytes) -> int:
+        """Append a member and return the offset of its data; ``name`` is ASCII and shorter than 100 characters."""
+        size = len(data)
+        self._file.write(_header(name, size))
+        self._file.write(data)
+        offset = self._offset + BLOCK
+        padding = -size % BLOCK
+        if padding:
+            self._file.write(_ZERO_BLOCK[:padding])
+        self._offset = offset + size + padding
+        return offset
+
+    def close(self) -> None:
+        """Write the end mark; the file itself stays open."""
+        self._file.write(_END)
+        self._file.write(bytes(-(self._offset + len(_END)) % _RECORD))
+
+
+def _header(name: str, size: int) -> bytes:
+    front, checksum = _header_start(len(name))
+    encoded = name.encode("ascii")
+    digits = b"%011o" % size
+    total = checksum + sum(encoded) + sum(digits)
+    return b"".join((encoded, front[0], digits, front[1], b"%06o" % total, front[2]))
+
+
+@lru_cache(maxsize=128)
+def _header_start(name_length: int) -> tuple[tuple[bytes, bytes, bytes], int]:
+    """The constant parts of a ustar header around name, size and checksum, and the sum of their bytes."""
+    before = b"\0" * (100 - name_length) + b"0000644\0" + b"0000000\0" + b"0000000\0"
+    between = b"\0" + b"00000000000\0"
+    after = b"\0 0" + b"\0" * 100 + b"ustar\x0000" + b"\0" * (BLOCK - 265)
+    # The checksum's own field counts as eight spaces; two of its bytes stand in `after` already.
+    return (before, between, after), sum(before) + sum(between) + sum(after[2:]) + 8 * ord(" ")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A member of a tar: its name, where its data lies, and its type flag."""
+
+    name: str
+    offset: int
+    size: int
+    kind: bytes
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A place where an archive does not add up."""
+
+    offset: int
+    what: str
+
+
+@dataclass
+class Sample:
+    """The members that share a key.
+
+    Attributes:
+        fields: member by field name (the extension, lower case).
+        reason, detail: why the sample cannot be used, where that is known from the headers.
+    """
+
+    key: str
+    fields: dict[str, Member] = field(default_factory=dict)
+    texts: dict[str, bytes] = field(default_factory=dict)
+    reason: str = ""
+    detail: str = ""
+
+    @property
+    def image(self) -> Member | None:
+        """The member that is an image by its extension."""
+        for name, member in self.fields.items():
+            if "." + name.rpartition(".")[2] in IMAGE_EXTENSIONS:
+                return member
+        return None
+
+    def text(self, name: str) -> bytes | None:
+        """The content of the member whose extension is ``name`` (``txt`` or ``json``)."""
+        for known, content in self.texts.items():
+            if known.rpartition(".")[2] == name:
+                return content
+        return None
+
+
+@dataclass
+class TarIndex:
+    """What a tar holds: its samples in order, and where it is damaged. ``fields`` counts samples by field."""
+
+    samples: list[Sample]
+    damage: list[Damage]
+    fields: dict[str, int]
+
+
+def index_tar(path: str) -> TarIndex:
+    """Walk the headers of an uncompressed tar, reading small text members and no image.
+
+    Raises:
+        InputError: the file is no tar at all.
+    """
+    damage: list[Damage] = []
+    texts: dict[int, bytes] = {}
+    members: list[Member] = []
+    with _RandomAccess(path) as file:
+        for member in _walk(file, damage):
+            members.append(member)
+            if member.kind in _REGULAR and member.name.lower().endswith((".txt", ".json")):
+                texts[member.offset] = file.read(member.offset, member.size)
+        if not members and damage and file.size:
+            raise InputError(f"{path}: not a tar ({damage[0].what})")
+    samples = _group(members, texts)
+    fields: dict[str, int] = {}
+    for sample in samples:
+        for name in sample.fields:
+            fields[name] = fields.get(name, 0) + 1
+    return TarIndex(samples, damage, fields)
+
+
+class _RandomAccess:
+    """Reads at offsets, with a window so that neighbouring headers cost one read."""
+
+    _WINDOW = 8192
+    _REMOTE_WINDOW = 1 << 20
+
+    def __init__(self, path: str) -> None:
+        self.size = size_of(path)
+        self._remote = None
+        self._handle = -1
+        if is_remote(path):
+            fs, inner = filesystem(path)
+            self._remote = fs.open(inner, "rb")
+        else:
+            self._handle = os.open(local_path(path), os.O_RDONLY)
+        self._start = 0
+        self._window = b""
+
+    def __enter__(self) -> _RandomAccess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._remote is not None:
+            self._remote.close()
+        else:
+            os.close(self._handle)
+
+    def read(self, offset: int, size: int) -> bytes:
+        """``size`` bytes at ``offset``, fewer at the end of the file."""
+        at = offset - self._start
+        if not (at >= 0 and at + size <= len(self._window)):
+            want = max(size, self._WINDOW if self._remote is None else self._REMOTE_WINDOW)
+            if self._remote is None:
+                self._window = os.pread(self._handle, want, offset)
+            else:
+                self._remote.seek(offset)
+                self._window = self._remote.read(want)
+            self._start = offset
+            at = 0
+        return self._window[at : at + size]
+
+
+def _walk(file: _RandomAccess, damage: list[Damage]) -> Iterator[Member]:
+    """The members of a tar in order; what does not add up is appended to ``damage``."""
+    at = 0
+    ended = False
+    long_name: str | None = None
+    extended: dict[str, str] = {}
+    while at < file.size:
+        header = file.read(at, BLOCK)
+        if len(header) < BLOCK:
+            damage.append(Damage(at, f"cut off inside a header, at byte {file.size:,}"))
+            return
+        if header == _ZERO_BLOCK:
+            ended = True
+            at += BLOCK
+            continue
+        if not _checksum_holds(header):
+            found = _next_header(file, at + BLOCK)
+            damage.append(Damage(at, f"bytes {at:,} to {found:,} are no tar header"))
+            at, ended = found, False
+            continue
+        ended = False
+        kind = header[156:157]
+        size = _number(header[124:136])
+        data = at + BLOCK
+        if "size" in extended and kind not in (b"x", b"g"):
+            size = int(extended["size"])
+        if size < 0 or data + size > file.size:
+            damage.append(Damage(at, f"cut off inside {_name(header)!r}: {file.size - data:,} of {size:,} bytes"))
+            return
+        at = data + size + -size % BLOCK
+        if kind == b"L":
+            long_name = file.read(data, size).rstrip(b"\0").decode("utf-8", "surrogateescape")
+        elif kind == b"x":
+            extended = _pax(file.read(data, size))
+        elif kind not in (b"g", b"K"):
+            name = extended.get("path") or long_name or _name(header)
+            yield Member(name, data, 0 if kind in _LINKS or kind == _DIRECTORY else size, kind)
+            long_name, extended = None, {}
+    if not ended:
+        damage.append(Damage(file.size, f"the end mark is missing after {file.size:,} bytes: it was cut off"))
+
+
+def _checksum_holds(header: bytes) -> bool:
+    try:
+        stored = int(header[148:156].split(b"\0")[0].strip() or b"-1", 8)
+    except ValueError:
+        return False
+    return stored == sum(header) - sum(header[148:156]) + 8 * ord(" ")
+
+
+def _next_header(file: _RandomAccess, at: int) -> int:
+    """The offset of the next block that is a header, or the file's size."""
+    while at + BLOCK <= file.size:
+        block = file.read(at, BLOCK)
+        if block[257:262] == b"ustar" and _checksum_holds(block):
+            return at
+        at += BLOCK
+    return file.size
+
+
+def _number(digits: bytes) -> int:
+    if digits[0] & 0x80:  # base 256, for sizes beyond 8 GiB
+        return int.from_bytes(bytes([digits[0] & 0x7F]) + digits[1:], "big")
+    try:
+        return int(digits.split(b"\0")[0].strip() or b"0", 8)
+    except ValueError:
+        return -1
+
+
+def _name(header: bytes) -> str:
+    name = header[:100].split(b"\0")[0]
+    prefix = header[345:500].split(b"\0")[0] if header[257:263] == b"ustar\0" else b""
+    return (prefix + b"/" + name if prefix else name).decode("utf-8", "surrogateescape")
+
+
+def _pax(data: bytes) -> dict[str, str]:
+    found = {}
+    while data:
+        length, space, _ = data.partition(b" ")
+        if not space or not length.isdigit():
+            break
+        record = data[len(length) + 1 : int(length) - 1]
+        key, _, value = record.partition(b"=")
+        found[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
+        data = data[int(length) :]
+    return found
+
+
+def _group(members: list[Member], texts: dict[int, bytes]) -> list[Sample]:
+    """Samples in the order of their first member.
+
+    The last dot of a name parts key and field. Where no sample comes out whole, the first dot of the base name does,
+    as WebDataset reads names like ``s0.input.png`` with ``s0.output.txt``.
+    """
+    useful = [member for member in members if not _is_clutter(member)]
+    samples = _group_by(useful, texts, last_dot=True)
+    if useful and not any(_is_whole(sample) for sample in samples):
+        others = _group_by(useful, texts, last_dot=False)
+        if any(_is_whole(sample) for sample in others):
+            return others
+    return samples
+
+
+def _group_by(members: Iterable[Member], texts: dict[int, bytes], *, last_dot: bool) -> list[Sample]:
+    runs: dict[str, list[Sample]] = {}
+    order: list[Sample] = []
+    previous: Sample | None = None
+    for member in members:
+        key, name = _split(member.name, last_dot)
+        reason, detail = _unusable(member)
+        if reason and name in _TEXT_FIELDS and previous is not None and previous.key == key:
+            continue  # the sample that it belongs to says no-caption
+        if previous is None or previous.key != key or name in previous.fields:
+            previous = Sample(key)
+            runs.setdefault(key, []).append(previous)
+            order.append(previous)
+        previous.fields[name] = member
+        if reason and not previous.reason:
+            previous.reason, previous.detail = reason, detail
+        if member.offset in texts:
+            previous.texts[name] = texts[member.offset]
+    for same in runs.values():
+        if len(same) > 1:
+            _join(same)
+    return [sample for sample in order if sample.fields]
+
+
+def _join(same: list[Sample]) -> None:
+    """Bring members of one key together that do not stand together; two samples of one key stay two."""
+    names = [name for sample in same for name in sample.fields]
+    if len(names) == len(set(names)):
+        first = same[0]
+        for other in same[1:]:
+            first.fields.update(other.fields)
+            first.texts.update(other.texts)
+            if other.reason and not first.reason:
+                first.reason, first.detail = other.reason, other.detail
+            other.fields = {}
+    elif not all(_is_whole(sample) for sample in same):
+        for sample in same:
+            # Which text belongs to which image cannot be told.
+            sample.reason, sample.detail = "bad-row", f"the key {sample.key!r} comes up again with parts missing"
+
+
+def _is_whole(sample: Sample) -> bool:
+    return sample.image is not None and bool(sample.texts)
+
+
+def _split(name: str, last_dot: bool) -> tuple[str, str]:
+    folder, slash, base = name.removeprefix("./").rpartition("/")
+    if last_dot:
+        stem, dot, extension = base.rpartition(".")
+        if not dot:
+            stem, extension = base, ""
+    else:
+        stem, _, extension = base.partition(".")
+    return folder + slash + stem, extension.lower()
+
+
+def _is_clutter(member: Member) -> bool:
+    """What other programs leave in an archive and no sample is made of."""
+    parts = member.name.removeprefix("./").rstrip("/").split("/")
+    base = parts[-1]
+    return (
+        member.kind == _DIRECTORY
+        or base.startswith("._")
+        or base in (".DS_Store", "Thumbs.db", "")
+        or any(part.startswith("__") or part.partition(".")[0] == "PaxHeaders" for part in parts)
+    )
+
+
+def _unusable(member: Member) -> tuple[str, str]:
+    parts = member.name.split("/")
+    if ".." in parts or member.name.startswith("/"):
+        return "unsafe-member", f"{member.name!r} leads out of the archive"
+    if member.kind in _LINKS:
+        return "not-a-file", f"{member.name!r} is a link"
+    if member.kind not in _REGULAR:
+        return "not-a-file", f"{member.name!r} is no regular file"
+    return "", ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -13,7 +14,6 @@ from fnpipe.pipeline.errors import InputError
 if TYPE_CHECKING:
     from fnpipe.pipeline.embed import EmbedSummary
     from fnpipe.pipeline.encoders import Encoder
-    from fnpipe.pipeline.workspace import Workspace
 
 
 @app.command("embed")
@@ -26,11 +26,17 @@ def embed_command(
         str | None, typer.Option(metavar="TAG|FILE", help="The weights of an open_clip model: a tag, or a file.")
     ] = None,
     name: Annotated[str, typer.Option(help="The directory under embeddings/.")] = "clip",
-    batch_size: Annotated[int | None, typer.Option(help="Rows per batch; default 64 on a CPU, 512 on a GPU.")] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Pictures per batch; default 32 on a CPU, 512 on a GPU.")
+    ] = None,
     precision: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads the encoder computes with on a CPU.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes that decode; changes no byte.")] = None,
+    engine: Annotated[str, typer.Option(help="local, or ray.")] = "local",
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="A running Ray cluster; without it a local one is started.")
+    ] = None,
     overwrite: OverwriteFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -38,46 +44,41 @@ def embed_command(
 
     Example: fnpipe embed work --model ViT-B-32 --pretrained laion2b_s34b_b79k --name clip
     """
-    from fnpipe.pipeline.embed import EmbedConfig, embed
+    from fnpipe.pipeline.embed import EmbedConfig, embed, embed_on_ray
     from fnpipe.pipeline.workspace import Workspace
 
     opened = Workspace.open(workspace)
     config = EmbedConfig(name=name, batch_size=batch_size, threads=threads, workers=workers, overwrite=overwrite)
-    encoder = load_encoder(_required(model), opened, pretrained, device, precision)
-    summary = embed(opened, encoder, config)
+    make_encoder = partial(load_encoder, _required(model), opened.root.absolute(), pretrained, device, precision)
+    if _checked(engine) == "ray":
+        summary = embed_on_ray(
+            opened,
+            make_encoder,
+            config,
+            address=ray_address,
+            gpu=None if device == "auto" else device.startswith("cuda"),
+        )
+    else:
+        summary = embed(opened, make_encoder(), config)
     emit(summary.as_json(), as_json, partial(_render, summary))
 
 
 def load_encoder(
-    model: str, workspace: Workspace, pretrained: str | None = None, device: str = "auto", precision: str = "auto"
+    model: str, workspace: Path, pretrained: str | None = None, device: str = "auto", precision: str = "auto"
 ) -> Encoder:
     """The encoder that a ``--model`` names: ``run:NAME`` of the workspace, ``demo``, or an open_clip model."""
-    kind, _, run = model.partition(":")
-    if kind not in ("run", "demo"):
-        from fnpipe.pipeline.encoders import load_open_clip
+    from fnpipe.pipeline.encoders import load_open_clip, pick_device
 
+    if model != "demo" and not model.startswith("run:"):
         return load_open_clip(model, pretrained, device, precision)
     if pretrained:
         raise InputError(f"--model {model} brings its own weights; leave --pretrained {pretrained} out")
-    return _load_own(kind, run, workspace, device)
+    if precision not in ("auto", "fp32"):
+        raise InputError(f"--model {model} is embedded in fp32; leave --precision {precision} out")
+    from fnpipe.pipeline.workspace import Workspace
+    from fnpipe.train.encoder import load_encoder as load_own
 
-
-def _load_own(kind: str, run: str, workspace: Workspace, device: str) -> Encoder:
-    from fnpipe.pipeline.encoders import pick_device
-    from fnpipe.train.encoder import RunEncoder
-
-    if kind == "demo":
-        from pathlib import Path
-
-        import fnpipe.train.model as home
-        from fnpipe.train.model import load_model
-
-        model = load_model(Path(home.__file__).parent / "assets" / "encoder.safetensors")
-    else:
-        from fnpipe.train.runs import load_run
-
-        model = load_run(workspace.root / "runs" / run)
-    return RunEncoder(model.to(pick_device(device)))
+    return load_own(model, Workspace.open(workspace), pick_device(device))
 
 
 def _required(model: str | None) -> str:
@@ -86,6 +87,12 @@ def _required(model: str | None) -> str:
             "name a model: --model ViT-B-32 --pretrained TAG|FILE (open_clip), --model run:NAME or --model demo"
         )
     return model
+
+
+def _checked(engine: str) -> str:
+    if engine not in ("local", "ray"):
+        raise InputError(f"--engine {engine}: give local or ray")
+    return engine
 
 
 def _render(summary: EmbedSummary) -> None:

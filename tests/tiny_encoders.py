@@ -58,10 +58,6 @@ def tiny_model(directory: Path, name: str = "fnpipe-test-clip", seed: int = 0) -
     open_clip.add_model_config(config)
     torch.manual_seed(seed)
     model = open_clip.create_model(name)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            # Fresh weights are so small that all captions and all pictures embed alike.
-            parameter.mul_(3)
     checkpoint = directory / f"{name}-{seed}.pt"
     torch.save(model.state_dict(), checkpoint)
     return TinyModel(name, checkpoint)

@@ -58,7 +58,8 @@ class JsonStream:
             except json.JSONDecodeError as error:
                 if self._ended or len(self._text) - self._at > _LARGEST_VALUE:
                     self._at = min(error.pos, len(self._text))
-                    self.fail("it is cut off here" if self._at >= len(self._text.rstrip()) else error.msg)
+                    unfinished = error.msg.startswith("Unterminated") or self._at >= len(self._text.rstrip())
+                    self.fail("it is cut off here" if unfinished else error.msg)
             except RecursionError:
                 self.fail("it is nested too deeply")
             else:

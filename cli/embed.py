@@ -12,8 +12,10 @@ from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, app, emit
 from fnpipe.pipeline.errors import InputError
 
 if TYPE_CHECKING:
-    from fnpipe.pipeline.embed import EmbedSummary
+    from fnpipe.pipeline.clip_retrieval import ImportSummary
+    from fnpipe.pipeline.embed import EmbedConfig, EmbedSummary
     from fnpipe.pipeline.encoders import Encoder
+    from fnpipe.pipeline.workspace import Workspace
 
 
 @app.command("embed")
@@ -37,6 +39,9 @@ def embed_command(
     ray_address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A running Ray cluster; without it a local one is started.")
     ] = None,
+    import_: Annotated[
+        str | None, typer.Option("--import", metavar="DIR", help="Take over the vectors of a clip-retrieval folder.")
+    ] = None,
     overwrite: OverwriteFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -49,6 +54,9 @@ def embed_command(
 
     opened = Workspace.open(workspace)
     config = EmbedConfig(name=name, batch_size=batch_size, threads=threads, workers=workers, overwrite=overwrite)
+    if import_ is not None:
+        _import(opened, import_, model, config, as_json)
+        return
     make_encoder = partial(load_encoder, _required(model), opened.root.absolute(), pretrained, device, precision)
     if _checked(engine) == "ray":
         summary = embed_on_ray(
@@ -61,6 +69,15 @@ def embed_command(
     else:
         summary = embed(opened, make_encoder(), config)
     emit(summary.as_json(), as_json, partial(_render, summary))
+
+
+def _import(workspace: Workspace, directory: str, model: str | None, config: EmbedConfig, as_json: bool) -> None:
+    from fnpipe.pipeline.clip_retrieval import import_embeddings
+
+    if model is not None:
+        raise InputError(f"--import brings finished vectors; leave --model {model} out")
+    imported = import_embeddings(workspace, directory, config)
+    emit(imported.as_json(), as_json, partial(_render_import, imported))
 
 
 def load_encoder(
@@ -84,7 +101,8 @@ def load_encoder(
 def _required(model: str | None) -> str:
     if model is None:
         raise InputError(
-            "name a model: --model ViT-B-32 --pretrained TAG|FILE (open_clip), --model run:NAME or --model demo"
+            "name a model: --model ViT-B-32 --pretrained TAG|FILE (open_clip), --model run:NAME or --model demo; "
+            "or take over vectors with --import DIR"
         )
     return model
 
@@ -111,3 +129,17 @@ def _render(summary: EmbedSummary) -> None:
         f"{made:,} of {summary.shards:,} shards in {summary.seconds:,.1f} s",
     )
     Console().print(table)
+
+
+def _render_import(summary: ImportSummary) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table("embeddings", "images", "pairs", "width", "bad", "rows of the folder", "unused")
+    bad = ", ".join(f"{n:,} {reason}" for reason, n in summary.bad.items()) or "none"
+    counts = (f"{summary.images:,}", f"{summary.pairs:,}", str(summary.width), bad, f"{summary.rows:,}")
+    table.add_row(summary.name, *counts, f"{summary.unused:,}")
+    console.print(table)
+    for example in summary.examples:
+        console.print(f"unused, no such pair in the workspace: {example}", markup=False, highlight=False)

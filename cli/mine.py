@@ -1,1 +1,316 @@
-"""Commands are registered here."""
+"""``mine-connections``, ``inspect`` and ``relabel``: judging candidates, looking at edges, moving thresholds."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, app, emit
+from fnpipe.pipeline.errors import InputError
+
+if TYPE_CHECKING:
+    from fnpipe.mining.accuracy import EdgeAccuracy
+    from fnpipe.mining.connections import MineConfig, MinePlan, MineSummary
+    from fnpipe.mining.discriminators import AnyDiscriminator
+    from fnpipe.mining.inspection import EdgeView
+    from fnpipe.pipeline.workspace import Workspace
+
+EdgesOption = Annotated[str | None, typer.Option("--edges", help="Which edges; the only ones there are if not given.")]
+
+
+@app.command("mine-connections")
+def mine_connections_command(
+    workspace: WorkspaceArgument,
+    discriminator: Annotated[
+        str, typer.Option("--discriminator", help="itm:RUN, itm:demo, blip:MODEL or clip.", metavar="KIND[:MODEL]")
+    ],
+    candidates: Annotated[
+        int, typer.Option(help="Per anchor, direction and planned batch: so many of the most similar others.")
+    ] = 8,
+    groups: Annotated[
+        list[str] | None, typer.Option(help="Plans that propose; repeat for several. Default: the only one.")
+    ] = None,
+    graph: Annotated[int, typer.Option(metavar="K", help="Also the K nearest neighbours in the graph.")] = 0,
+    embeddings: Annotated[str | None, typer.Option(help="Which embeddings; default: the only ones.")] = None,
+    tau_high: Annotated[float, typer.Option(help="Positive above this probability.")] = 0.8,
+    tau_low: Annotated[float, typer.Option(help="Negative below this probability; ambiguous in between.")] = 0.5,
+    positive_share: Annotated[
+        float | None,
+        typer.Option(metavar="F", help="Label this share, the most probable, positive and the rest negative."),
+    ] = None,
+    calibrate_on: Annotated[
+        str | None,
+        typer.Option(metavar="EDGES|TRUTH", help="With clip: fit p on edges of this name, or on a truth file."),
+    ] = None,
+    score_recorded: Annotated[
+        bool, typer.Option("--score-recorded", help="Judge the recorded pairs too: recorded.parquet.")
+    ] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say how many judgements and how long; judge nothing but a probe.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="Directory under edges/; default: the discriminator's kind.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    precision: Annotated[str, typer.Option(help="With blip: auto, fp32, bf16 or fp16.")] = "auto",
+    block_images: Annotated[int, typer.Option(help="Images whose features are held at a time.")] = 128,
+    workers: Annotated[int, typer.Option(help="Threads that decode pictures; changes no byte.")] = 4,
+    threads: Annotated[int | None, typer.Option(help="Threads the discriminator computes with on a CPU.")] = None,
+    overwrite: OverwriteFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Judge likely but unrecorded image-caption combinations, and write them as edges.
+
+    Example: fnpipe mine-connections work --discriminator itm:con-d --groups grit-1920 --candidates 8
+    """
+    from fnpipe.mining.connections import MineConfig, mine_connections, plan_mining
+    from fnpipe.pipeline.workspace import Workspace
+
+    config = MineConfig(
+        candidates=candidates,
+        groups=tuple(groups or ()),
+        graph=graph,
+        embeddings=embeddings,
+        tau_low=tau_low,
+        tau_high=tau_high,
+        positive_share=positive_share,
+        score_recorded=score_recorded,
+        block_images=block_images,
+        workers=workers,
+        threads=threads,
+        name=name,
+        overwrite=overwrite,
+    )
+    opened = Workspace.open(workspace)
+    kind = discriminator.partition(":")[0]
+    if calibrate_on is not None and kind != "clip":
+        raise InputError(f"--calibrate-on fits clip; {discriminator} brings its own probabilities")
+    con_d = load_discriminator(discriminator, opened, config, calibrate_on, device, precision)
+    if plan:
+        planned = plan_mining(opened, config, con_d)
+        emit(_finite(asdict(planned)), as_json, partial(_render_plan, planned))
+        return
+    summary = mine_connections(opened, config, con_d, kind=kind)
+    too_sure = kind == "clip" and calibrate_on is None and positive_share is None
+    emit(asdict(summary), as_json, partial(_render_summary, summary, too_sure))
+
+
+def load_discriminator(
+    spec: str,
+    workspace: Workspace,
+    config: MineConfig,
+    calibrate_on: str | None = None,
+    device: str = "auto",
+    precision: str = "auto",
+) -> AnyDiscriminator:
+    """The discriminator that a ``--discriminator`` names."""
+    kind, _, model = spec.partition(":")
+    if kind == "clip":
+        return _load_clip(workspace, config, calibrate_on)
+    if kind == "itm":
+        from fnpipe.pipeline.encoders import pick_device
+        from fnpipe.train.con_d import load_discriminator as load_itm
+
+        return load_itm(spec, workspace, pick_device(device))
+    if kind == "blip":
+        from fnpipe.mining.blip import load_blip
+
+        return load_blip(model, device, precision)
+    from fnpipe.mining.discriminators import load_registered
+
+    return load_registered(spec, workspace)
+
+
+def _load_clip(workspace: Workspace, config: MineConfig, calibrate_on: str | None) -> AnyDiscriminator:
+    from fnpipe.mining.connections import sample_candidates
+    from fnpipe.mining.discriminators import (
+        FIT_SAMPLE,
+        ClipDiscriminator,
+        fit_on_edges,
+        fit_on_recorded,
+        fit_on_truth,
+    )
+    from fnpipe.mining.truth import Truth
+    from fnpipe.pipeline.embeddings import Embeddings
+
+    opened = Embeddings.open(workspace, config.embeddings)
+    if calibrate_on is None:
+        fit = fit_on_recorded(workspace, opened)
+    elif calibrate_on in workspace.names("edges"):
+        fit = fit_on_edges(opened, workspace.resolve("edges", calibrate_on, "--calibrate-on"))
+    elif Path(calibrate_on).is_file():
+        truth, sample = Truth.read(calibrate_on, workspace), sample_candidates(workspace, config, FIT_SAMPLE)
+        true = truth.matches(sample.image_ids, sample.pair_ids)
+        fit = fit_on_truth(opened, sample.image_ids, sample.pair_ids, true, Path(calibrate_on).name)
+    else:
+        known = ", ".join(workspace.names("edges")) or "no edges"
+        raise InputError(f"--calibrate-on {calibrate_on}: neither a truth file nor edges of {workspace.root} ({known})")
+    return ClipDiscriminator(opened, fit)
+
+
+@app.command("relabel")
+def relabel_command(
+    workspace: WorkspaceArgument,
+    edges: EdgesOption = None,
+    tau_high: Annotated[float, typer.Option(help="Positive above this probability.")] = 0.8,
+    tau_low: Annotated[float, typer.Option(help="Negative below this probability; ambiguous in between.")] = 0.5,
+    as_json: JsonFlag = False,
+) -> None:
+    """Move the thresholds of edges, without judging anything again.
+
+    Example: fnpipe relabel work --edges itm --tau-high 0.9 --tau-low 0.6
+    """
+    from fnpipe.mining.connections import summarise
+    from fnpipe.mining.labels import relabel
+    from fnpipe.pipeline.workspace import Workspace
+
+    summary = summarise(relabel(Workspace.open(workspace), edges, tau_low, tau_high))
+    emit(asdict(summary), as_json, partial(_render_summary, summary))
+
+
+@app.command("inspect")
+def inspect_command(
+    workspace: WorkspaceArgument,
+    edges: EdgesOption = None,
+    label: Annotated[str | None, typer.Option(help="Only positive, ambiguous or negative.")] = None,
+    source: Annotated[str | None, typer.Option(help="Only discriminator or identity.")] = None,
+    limit: Annotated[int, typer.Option(help="Rows, the most probable first.")] = 20,
+    truth: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Mark rows as true or false, and measure all edges.")
+    ] = None,
+    tau_high: Annotated[float | None, typer.Option(help="See the labels of another threshold.")] = None,
+    tau_low: Annotated[float | None, typer.Option(help="See the labels of another threshold.")] = None,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write everything found as one page with pictures.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Look at mined connections: in the terminal, or as a page with pictures.
+
+    Example: fnpipe inspect work --edges itm --label positive --limit 20 --html report.html
+    """
+    from fnpipe.mining.accuracy import stage_against_truth
+    from fnpipe.mining.gallery import write_gallery
+    from fnpipe.mining.inspection import InspectConfig, inspect_edges
+    from fnpipe.mining.truth import Truth
+    from fnpipe.pipeline.workspace import Workspace
+
+    opened = Workspace.open(workspace)
+    config = InspectConfig(label=label, source=source, limit=limit, tau_low=tau_low, tau_high=tau_high)
+    stage = opened.resolve("edges", edges, "--edges")
+    known = Truth.read(truth, opened) if truth is not None else None
+    thresholds = config.thresholds(stage)
+    view = inspect_edges(stage, config, known)
+    accuracy = stage_against_truth(stage, known, thresholds) if known is not None else None
+    page = write_gallery(opened, stage, html, known, thresholds=thresholds) if html is not None else None
+    summary = {
+        "edges": stage.name.partition("/")[2],
+        "labels": view.labels,
+        "matching": view.matching,
+        "accuracy": accuracy.as_json() if accuracy is not None else None,
+        "html": asdict(page) if page is not None else None,
+        "rows": [asdict(row) for row in view.rows],
+    }
+
+    def render() -> None:
+        _render_view(view, stage.name)
+        if accuracy is not None:
+            _render_accuracy(accuracy)
+        if page is not None:
+            print(f"{page.path}: {page.shown:,} of {page.connections:,} connections of {page.images:,} images")
+
+    emit(summary, as_json, render)
+
+
+def _finite(summary: dict[str, Any]) -> dict[str, Any]:
+    """Infinity, the rate of a plan that judges nothing, has no JSON form."""
+    return {key: None if value == float("inf") else value for key, value in summary.items()}
+
+
+def _render_plan(plan: MinePlan) -> None:
+    for source, new in plan.new_per_source.items():
+        print(f"{source}: {new:,} new combinations")
+    print(
+        f"{plan.unique_combinations:,} unique combinations of {plan.images:,} images: "
+        f"{plan.judgements:,} to judge, {plan.identity:,} true by identity"
+    )
+    if plan.judgements:
+        print(f"about {_duration(plan.seconds)} at {plan.combinations_per_second:,.0f} combinations/s on this machine")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:,.0f} seconds"
+    return f"{seconds / 60:,.0f} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"
+
+
+def _render_summary(summary: MineSummary, too_sure: bool = False) -> None:
+    labels = summary.labels
+    print(
+        f"edges/{summary.edges}: {summary.unique_combinations:,} unique combinations = {summary.judgements:,} judged "
+        f"+ {summary.identity:,} by identity + {summary.undecodable:,} whose picture does not decode"
+    )
+    print(
+        f"{labels['positive']:,} positive ({summary.positives['discriminator']:,} found by the discriminator), "
+        f"{labels['ambiguous']:,} ambiguous, {labels['negative']:,} negative"
+    )
+    if too_sure:
+        print(
+            "clip's p is far too sure of candidates, which were picked for their similarity: "
+            "label with --positive-share, or fit it with --calibrate-on"
+        )
+    print(f"look at them: fnpipe inspect WORKSPACE --edges {summary.edges} --html report.html")
+
+
+def _render_view(view: EdgeView, name: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"positive": "green", "ambiguous": "yellow", "negative": "dim"}
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for column in ("image", "recorded", "mined caption"):
+        table.add_column(column, overflow="fold")
+    for column in ("p", "similarity"):
+        table.add_column(column, justify="right")
+    table.add_column("label")
+    marked = any(row.true is not None for row in view.rows)
+    if marked:
+        table.add_column("true")
+    for row in view.rows:
+        # Text, because a caption with square brackets would be read as markup.
+        cells = [
+            Text(row.image, style="dim"),
+            Text(row.recorded[0] + (f" (+{len(row.recorded) - 1})" if len(row.recorded) > 1 else "")),
+            Text(row.caption),
+            Text(f"{row.match_probability:.3f}"),
+            Text(f"{row.similarity:.3f}"),
+            Text(row.label if row.source == "discriminator" else "identity", style=colours[row.label]),
+        ]
+        table.add_row(
+            *cells, *([Text("yes", style="green") if row.true else Text("no", style="red")] if marked else [])
+        )
+    # Where nobody measures, such as in a pipe, rich would fold at 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    if view.rows:
+        console.print(table)
+    counts = ", ".join(f"{view.labels[label]:,} {label}" for label in ("positive", "ambiguous", "negative"))
+    console.print(Text(f"{len(view.rows):,} of {view.matching:,} rows; {name} has {counts}"))
+
+
+def _render_accuracy(accuracy: EdgeAccuracy) -> None:
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
+    print(
+        f"against the truth: {accuracy.true:,} of {accuracy.judged:,} judged are true; {accuracy.positives:,} mined "
+        f"positives: precision {share(accuracy.precision)}, recall {share(accuracy.recall)} of the true ones judged"
+    )
+    for at in accuracy.at:
+        print(f"  p > {at.threshold}: {at.found:,} found, precision {share(at.precision)}, recall {share(at.recall)}")
+    print(f"average precision {share(accuracy.average_precision)}, calibration error {share(accuracy.ece)}")
+    if accuracy.identity:
+        print(f"by identity, apart: {accuracy.identity:,} edges, {share(accuracy.identity_precision)} of them true")

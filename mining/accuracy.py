@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 
-from fnpipe.mining.edges import DISCRIMINATOR, LABELS, POSITIVE, SOURCES, codes_in, edge_parts, label_candidates
+from fnpipe.mining.edges import DISCRIMINATOR, POSITIVE, SOURCES, codes_in, edge_parts
+from fnpipe.mining.labels import labels_of
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline.workspace import Stage
 
@@ -100,18 +101,14 @@ def edges_against_truth(
     )
 
 
-def stage_against_truth(
-    stage: Stage, truth: Truth, tau_low: float | None = None, tau_high: float | None = None
-) -> EdgeAccuracy:
-    """`edges_against_truth` of finished edges, a part at a time; thresholds, if given, replace the stored labels."""
+def stage_against_truth(stage: Stage, truth: Truth, thresholds: tuple[float, float] | None = None) -> EdgeAccuracy:
+    """`edges_against_truth` of finished edges; ``thresholds`` (low, high), if given, replace the stored labels."""
     stage.require()
     columns: list[list[np.ndarray]] = [[], [], [], []]
     for path in edge_parts(stage):
         part = pq.read_table(path, columns=["image_id", "pair_id", "match_probability", "label", "source"])
         p, sources = part["match_probability"].to_numpy(), codes_in(part["source"], SOURCES)
-        labels = codes_in(part["label"], LABELS)
-        if tau_low is not None and tau_high is not None:
-            labels = np.where(sources == DISCRIMINATOR, label_candidates(p, tau_low, tau_high), labels)
+        labels = labels_of(part, thresholds)
         true = truth.matches(part["image_id"].to_numpy(), part["pair_id"].to_numpy())
         for column, values in zip(columns, (p, labels, sources, true), strict=True):
             column.append(values)

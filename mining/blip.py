@@ -141,20 +141,15 @@ def load_blip(model: str, device: str = "auto", precision: str = "auto") -> Blip
         raise InputError(
             "--discriminator blip: name the model, such as blip:Salesforce/blip-itm-base-coco or blip:FOLDER"
         )
-    try:
-        loaded, info = transformers.BlipForImageTextRetrieval.from_pretrained(model, output_loading_info=True)
-        image_processor = transformers.AutoImageProcessor.from_pretrained(model)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(model)
-    except Exception as error:
-        # Whatever a loader raises here is the trouble of the folder, the cache or the network.
-        first = (str(error).strip().splitlines() or [""])[0][:200]
-        raise InputError(f"--discriminator blip:{model}: cannot be loaded ({type(error).__name__}: {first})") from None
-    missing = sorted(key for key in info["missing_keys"] if "position_ids" not in key)
+    loaded, info = _from_pretrained(transformers.BlipForImageTextRetrieval, model, output_loading_info=True)
+    missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(
             f"--discriminator blip:{model}: {len(missing)} weights of a retrieval model are missing (such as "
             f"{missing[0]}); take one trained for image-text matching, such as Salesforce/blip-itm-base-coco"
         )
+    image_processor = _from_pretrained(transformers.AutoImageProcessor, model)
+    tokenizer = _from_pretrained(transformers.AutoTokenizer, model)
     description = {
         "kind": "blip",
         "model": Path(model).name if Path(model).is_dir() else model,
@@ -164,3 +159,12 @@ def load_blip(model: str, device: str = "auto", precision: str = "auto") -> Blip
     }
     loaded = loaded.to(device=on, dtype=PRECISIONS[chosen]).eval().requires_grad_(False)
     return BlipDiscriminator(loaded, image_processor, tokenizer, description)
+
+
+def _from_pretrained(kind: Any, model: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(model, **options)
+    except Exception as error:
+        # Whatever a loader raises here is the trouble of the folder, the cache or the network.
+        first = (str(error).strip().splitlines() or [""])[0][:200]
+        raise InputError(f"--discriminator blip:{model}: cannot be loaded ({type(error).__name__}: {first})") from None

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
+import torch
 
 from fnpipe.mining.candidates import INDEX, NOT_PROPOSED, CandidateRuns, Candidates, PlanProposer, Source, write_runs
 from fnpipe.mining.discriminators import AnyDiscriminator
@@ -31,6 +32,7 @@ from fnpipe.mining.labels import (
     share_threshold,
 )
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.embed import torch_threads
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
@@ -53,6 +55,8 @@ class MineConfig:
             whatever the thresholds; for discriminators whose p is no probability.
         block_images: whose features are held at a time; memory grows with it, results do not change.
         workers: threads that decode pictures.
+        threads: what torch computes with on a CPU; None: torch's own choice. Part of the edges' parameters, because
+            the last bits of p depend on it.
     """
 
     candidates: int = 8
@@ -65,6 +69,7 @@ class MineConfig:
     score_recorded: bool = False
     block_images: int = 128
     workers: int = 4
+    threads: int | None = None
     name: str | None = None
     overwrite: bool = False
 
@@ -73,9 +78,10 @@ class MineConfig:
         for flag, value in (("--candidates", self.candidates), ("--graph", self.graph)):
             if not 0 <= value < NOT_PROPOSED // 2:
                 raise InputError(f"{flag} {value}: a number from 0 to {NOT_PROPOSED // 2 - 1}")
-        for flag, value in (("--block-images", self.block_images), ("--workers", self.workers)):
-            if value < 1:
-                raise InputError(f"{flag} {value}: at least 1")
+        numbers = {"--block-images": self.block_images, "--workers": self.workers, "--threads": self.threads}
+        for flag, number in numbers.items():
+            if number is not None and number < 1:
+                raise InputError(f"{flag} {number}: at least 1")
         if self.candidates == self.graph == 0:
             raise InputError("--candidates 0 without --graph K proposes nothing to judge")
         if self.positive_share is not None and not 0 < self.positive_share < 1:
@@ -134,7 +140,8 @@ def mine_connections(
     params = {**inputs.description, **_params(config), "discriminator": dict(con_d.description)}
     if stage.begin(params, {"pairs": workspace.digest}, overwrite=config.overwrite):
         runs = inputs.runs(stage.path / _CANDIDATES)
-        _judge_shards(stage, config, runs, inputs.judge(con_d))
+        with torch_threads(params["threads"]):
+            _judge_shards(stage, config, runs, inputs.judge(con_d))
         new = _count_new(runs, workspace)
         tau = (config.tau_low, config.tau_high)
         if config.positive_share is not None:
@@ -144,7 +151,8 @@ def mine_connections(
         rows = sum(pq.read_metadata(_part(stage, shard)).num_rows for shard in range(workspace.n_shards))
         finish_edges(stage, *tau, unique_combinations=unique, undecodable=unique - rows, new_per_source=new)
     if config.score_recorded and not (stage.path / RECORDED).exists():
-        _score_recorded(stage, inputs.judge(con_d))
+        with torch_threads(params["threads"]):
+            _score_recorded(stage, inputs.judge(con_d))
     shutil.rmtree(stage.path / _CANDIDATES, ignore_errors=True)
     return summarise(stage)
 
@@ -169,7 +177,8 @@ def plan_mining(workspace: Workspace, config: MineConfig, con_d: AnyDiscriminato
             judgements, identity = judgements + len(judged), identity + len(found) - len(judged)
             images += len(np.unique(found.image_ids))
             if len(judged) and rate == float("inf"):
-                rate = _probe(judge, shard, judged)
+                with torch_threads(config.threads or torch.get_num_threads()):
+                    rate = _probe(judge, shard, judged)
         return MinePlan(
             unique_combinations=judgements + identity,
             judgements=judgements,
@@ -264,6 +273,7 @@ def _params(config: MineConfig) -> dict[str, Any]:
         "tau_high": config.tau_high,
         "positive_share": config.positive_share,
         "block_images": config.block_images,
+        "threads": config.threads or torch.get_num_threads(),
     }
 
 

@@ -12,10 +12,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from fnpipe.mining.edges import DISCRIMINATOR, SOURCES, codes_in, read_edges
 from fnpipe.mining.records import pair_images, train_pairs
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError, nearest
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.workspace import Stage, Workspace
 
 ENTRY_POINTS = "fnpipe.discriminators"
 FIT_SAMPLE = 20_000
@@ -141,6 +142,24 @@ def fit_on_recorded(workspace: Workspace, embeddings: Embeddings, *, sample: int
     similarity = np.concatenate([cosine(images, texts), random])
     target = np.concatenate([np.ones(len(pairs)), np.zeros(len(random))])
     return fit_logistic(similarity, target, "recorded pairs against random combinations")
+
+
+def fit_on_edges(embeddings: Embeddings, edges: Stage, *, sample: int = FIT_SAMPLE) -> LogisticFit:
+    """The curve that follows another discriminator's p over similarity, on the combinations that it judged."""
+    table = read_edges(edges, ["image_id", "pair_id", "match_probability", "source"])
+    judged = np.flatnonzero(codes_in(table["source"], SOURCES) == DISCRIMINATOR)
+    rows = np.sort(np.random.default_rng(0).choice(judged, min(sample, len(judged)), replace=False))
+    image_ids, pair_ids, p = (table[name].to_numpy()[rows] for name in ("image_id", "pair_id", "match_probability"))
+    similarity = cosine(embeddings.images.take(image_ids), embeddings.texts.take(pair_ids))
+    return fit_logistic(similarity, p, f"{edges.name} ({edges.digest})")
+
+
+def fit_on_truth(
+    embeddings: Embeddings, image_ids: np.ndarray, pair_ids: np.ndarray, true: np.ndarray, on: str
+) -> LogisticFit:
+    """The curve over similarity of (n,) candidates whose truth is known."""
+    similarity = cosine(embeddings.images.take(image_ids), embeddings.texts.take(pair_ids))
+    return fit_logistic(similarity, true, on)
 
 
 def load_registered(spec: str, workspace: Workspace) -> AnyDiscriminator:

@@ -49,14 +49,20 @@ def share_threshold(probabilities: np.ndarray, share: float) -> float:
     return float(between if below < between < above else below)
 
 
+def labels_of(table: pa.Table, thresholds: tuple[float, float] | None) -> np.ndarray:
+    """(n,) codes of a part's labels, as stored or by other thresholds; identity stays positive."""
+    stored = codes_in(table["label"], LABELS)
+    if thresholds is None:
+        return stored
+    identical = codes_in(table["source"], SOURCES) == IDENTITY
+    return np.where(identical, stored, label_candidates(table["match_probability"].to_numpy(), *thresholds))
+
+
 def relabel_parts(stage: Stage, tau_low: float, tau_high: float) -> None:
     """Rewrite the labels of every part; identity stays positive."""
     for path in edge_parts(stage):
         table = pq.read_table(path).cast(EDGES_SCHEMA)
-        p = table["match_probability"].to_numpy()
-        labels = np.where(
-            codes_in(table["source"], SOURCES) == IDENTITY, POSITIVE, label_candidates(p, tau_low, tau_high)
-        )
+        labels = labels_of(table, (tau_low, tau_high))
         at = EDGES_SCHEMA.get_field_index("label")
         column = pa.chunked_array([named(labels, LABELS)], EDGES_SCHEMA.field("label").type)
         atomic.write_table(path, table.set_column(at, EDGES_SCHEMA.field("label"), column))

@@ -87,7 +87,7 @@ def test_the_page_holds_what_is_positive_or_ambiguous_and_counts_everything(smal
     ]
     assert second["found"] == [[0, NASTY, 0.95, 0.475, None, 1]]
     assert second["recorded"] == [WORSE]
-    assert (data["judgements"], data["positives"]) == (6, {"discriminator": 3, "identity": 1})
+    assert (data["judgements"], data["counts"]) == (6, {"positive": 3, "ambiguous": 1, "identity": 1})
     assert sum(data["histogram"]) == 6
     assert [(top["name"], top["count"]) for top in data["topImages"]] == [("0.png", 2), ("3.png", 1)]
     assert data["topCaptions"][0] == {"caption": "a cat", "count": 2}
@@ -127,6 +127,14 @@ def test_no_string_ends_the_element_that_holds_it():
     assert data_of(page)["images"] == values
     assert page.count("<script") == 2
     assert "DIGEST'" not in page
+
+
+def test_the_page_can_be_seen_under_other_thresholds(small, tmp_path):
+    workspace, stage = small
+    write_gallery(workspace, stage, tmp_path / "r.html", thresholds=(0.15, 0.92))
+    data = data_of((tmp_path / "r.html").read_text())
+    assert data["counts"] == {"positive": 1, "ambiguous": 4, "identity": 1}
+    assert data["tau"] == [0.15, 0.92]
 
 
 def test_nothing_found_makes_a_page_too(make_workspace: MakeWorkspace, tmp_path):

@@ -14,6 +14,7 @@ from fnpipe.train.config import TrainConfig, describe_keys, make_config, read_va
 
 def resolved(config: TrainConfig, **facts: Any) -> TrainConfig:
     defaults: dict[str, Any] = {
+        "architecture": "fnpipe-tiny",
         "batches_per_epoch": 90,
         "batch_size": 64,
         "grouped": config.method_losses.grouped,
@@ -22,6 +23,7 @@ def resolved(config: TrainConfig, **facts: Any) -> TrainConfig:
         "cuda": False,
         "bf16": False,
         "cores": 2,
+        "thresholds": (0.5, 0.8),
     }
     return resolve(config, **{**defaults, **facts})
 
@@ -82,7 +84,7 @@ def test_a_tiny_run_is_as_long_on_little_data_as_on_much():
     config = TrainConfig(method="albef")
     assert resolved(config, batches_per_epoch=90).epochs == 40
     assert resolved(config, batches_per_epoch=4000).epochs == 1
-    assert resolved(TrainConfig(method="albef", model="ViT-B-16")).epochs == 20
+    assert resolved(TrainConfig(method="albef"), architecture="ViT-B-16").epochs == 20
     assert resolved(TrainConfig(method="albef", epochs=3)).epochs == 3
 
 

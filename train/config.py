@@ -49,7 +49,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "method": tuple(METHODS),
     "false_negatives": ("positive", "drop", "ignore"),
     "unscored": ("negative", "next"),
-    "second": ("next", "next-negative"),
+    "second": ("plain", "next-negative"),
     "precision": ("auto", "fp32", "bf16", "fp16"),
     "augment": ("auto", "tiny", "albef", "open-clip", "none"),
 }
@@ -64,7 +64,7 @@ class TrainConfig:
 
     Attributes:
         method: ``itc``, ``albef``, ``grit`` or ``mafa`` (see `METHODS`).
-        model: ``fnpipe-tiny`` or an open_clip architecture.
+        model: ``fnpipe-tiny`` or an open_clip architecture; None: that of ``init``, else fnpipe-tiny.
         init: where the weights start: a checkpoint file, ``run:NAME``, ``demo``; None: from scratch.
         groups: the plan; None: the only GRIT plan where the method needs one, else seeded random batches.
         edges: the mined edges; None: the only ones there are where the method needs some.
@@ -74,11 +74,13 @@ class TrainConfig:
         seed: every random draw derives from it, the epoch and the batch.
         itm, mlm: turn a loss of the method on or off.
         mask_rate: share of the tokens that MLM masks.
+        tau_low, tau_high: bounds on p (None: those of the edges).
         false_negatives: mined ones become ``positive``, are taken out (``drop``), or stay negatives (``ignore``).
         unscored: a hardest negative without a score is a ``negative``, or the hardest scored one is taken (``next``).
-        second: what takes an ambiguous one's place: the ``next`` hardest, or ``next-negative``, past known positives.
+        second: what takes an ambiguous one's place: the next hardest (``plain``), or the ``next-negative`` one.
         smoothing: S-ITC's weight a (None: 0.5 for mafa on grouped batches, else 0); it starts in the epoch
             ``smoothing_start_epoch``, counted from 0.
+        grad_checkpointing: compute activations again in the backward pass instead of keeping them.
         consistency: weight of GRIT's consistency loss (0.2 in the paper; off by default).
         gather: ITC over the batches of all ranks instead of the local one.
         lr: peak learning rate (None: 1.5e-3 for fnpipe-tiny, else 1e-4); the cosine ends at ``min_lr_ratio`` of it.
@@ -102,7 +104,7 @@ class TrainConfig:
     """
 
     method: str
-    model: str = TINY
+    model: str | None = None
     init: str | None = None
     groups: str | None = None
     edges: str | None = None
@@ -113,11 +115,14 @@ class TrainConfig:
     itm: bool | None = None
     mlm: bool | None = None
     mask_rate: float = 0.5
+    tau_low: float | None = None
+    tau_high: float | None = None
     false_negatives: str = "positive"
     unscored: str = "negative"
-    second: str = "next"
+    second: str = "plain"
     smoothing: float | None = None
     smoothing_start_epoch: int = 1
+    grad_checkpointing: bool = False
     consistency: float = 0.0
     gather: bool = False
     lr: float | None = None
@@ -163,6 +168,8 @@ _BOUNDS: tuple[tuple[str, float, float], ...] = (
     ("batch_size", 1, _INF),
     ("seed", 0, 2**63 - 1),
     ("mask_rate", 0.0, 1.0),
+    ("tau_low", 0.0, 1.0),
+    ("tau_high", 0.0, 1.0),
     ("smoothing", 0.0, 1.0),
     ("smoothing_start_epoch", 0, _INF),
     ("consistency", 0.0, _INF),
@@ -243,6 +250,7 @@ def typed(key: str, value: Any) -> Any:
 def resolve(
     config: TrainConfig,
     *,
+    architecture: str,
     batches_per_epoch: int,
     batch_size: int,
     grouped: bool,
@@ -251,16 +259,19 @@ def resolve(
     cuda: bool,
     bf16: bool,
     cores: int,
+    thresholds: tuple[float, float],
 ) -> TrainConfig:
     """Choose every value that was left open.
 
     Args:
+        architecture: of the model that was built.
         batches_per_epoch: of this process's share. batch_size: the plan's, or that of the random batches.
         grouped: the batches come from a GRIT plan.
         splits: the workspace's. cached: the pictures are kept in memory.
         cuda, bf16: the device is a GPU, and computes in bf16.
+        thresholds: tau_low and tau_high of the edges.
     """
-    method, tiny = config.method_losses, config.model == TINY
+    method, tiny = config.method_losses, architecture == TINY
     steps_per_epoch = max(1, math.ceil(batches_per_epoch / config.accumulate))
     epochs = config.epochs or (max(1, round(TINY_STEPS / steps_per_epoch)) if tiny else PAPER_EPOCHS)
     augment = config.augment
@@ -277,11 +288,14 @@ def resolve(
     total = epochs * steps_per_epoch
     return dataclasses.replace(
         config,
+        model=architecture,
         epochs=epochs,
         batch_size=batch_size,
         itm=method.itm if config.itm is None else config.itm,
         mlm=method.mlm if config.mlm is None else config.mlm,
         smoothing=smoothing,
+        tau_low=thresholds[0] if config.tau_low is None else config.tau_low,
+        tau_high=thresholds[1] if config.tau_high is None else config.tau_high,
         lr=config.lr if config.lr is not None else (1.5e-3 if tiny else 1e-4),
         warmup_steps=config.warmup_steps if config.warmup_steps is not None else min(1000, math.ceil(total / 20)),
         precision=precision,

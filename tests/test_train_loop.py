@@ -1,0 +1,399 @@
+"""The training loop: restartable to the bit, equal over processes, and plain about what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from conftest import MakeWorkspace
+from fnpipe.mining.edges import EDGES_SCHEMA, LABELS, SOURCES, named
+from fnpipe.mining.grouping import PLAN_SCHEMA
+from fnpipe.pipeline import atomic
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace import Workspace
+from fnpipe.train.checkpoints import STATE
+from fnpipe.train.log import read_metrics
+from fnpipe.train.loop import train
+from fnpipe.train.runs import load_run, read_run_config, starting_model
+from fnpipe.train.step import learning_rate, parameter_groups
+
+FAST: dict[str, Any] = {"epochs": 2, "evaluate_every": 0, "tensorboard": False, "threads": 1}
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def write_plan(workspace: Workspace, batches: list[list[int]], name: str = "grit-8", epochs: int = 1) -> None:
+    """A finished GRIT plan of image ids, each with its first caption, the same in every epoch."""
+    pairs = workspace.read_pairs(["pair_id", "image_id"]).to_pydict()
+    first = {i: p for p, i in reversed(list(zip(pairs["pair_id"], pairs["image_id"], strict=True)))}
+    rows = [
+        {"batch": b, "slot": s, "image_id": i, "pair_id": first[i]}
+        for b, batch in enumerate(batches)
+        for s, i in enumerate(batch)
+    ]
+    stage = workspace.stage(f"groups/{name}")
+    params = {"sampling": "grit", "batch_size": len(batches[0]), "epochs": epochs}
+    stage.begin(params, {"pairs": workspace.digest})
+    for epoch in range(epochs):
+        atomic.write_table(stage.path / f"epoch-{epoch:03d}.parquet", pa.Table.from_pylist(rows, PLAN_SCHEMA))
+    stage.finish([f"epoch-{epoch:03d}.parquet" for epoch in range(epochs)])
+
+
+def write_edges(workspace: Workspace, judged: list[tuple[int, int, float]], name: str = "made") -> None:
+    """Finished edges: (image_id, pair_id, p)."""
+    judged = sorted(judged)
+    n = len(judged)
+    p = np.array([row[2] for row in judged], np.float32)
+    columns = {
+        "image_id": [row[0] for row in judged],
+        "pair_id": [row[1] for row in judged],
+        "image_key": [""] * n,
+        "caption": [""] * n,
+        "rank_i2t": [0] * n,
+        "rank_t2i": [0] * n,
+        "similarity": [0.0] * n,
+        "match_probability": p,
+        "uncertainty": [None] * n,
+        "label": named((p >= 0.5).astype(np.int8) + (p > 0.8), LABELS),
+        "source": named(np.zeros(n, np.int8), SOURCES),
+    }
+    stage = workspace.stage(f"edges/{name}")
+    stage.begin({"tau_low": 0.5, "tau_high": 0.8}, {"pairs": workspace.digest})
+    atomic.write_table(stage.path / "part-00000.parquet", pa.table(columns, EDGES_SCHEMA))
+    stage.finish(["part-00000.parquet"])
+
+
+def weights(workspace: Workspace, run: str, checkpoint: str = "last") -> dict[str, torch.Tensor]:
+    return load_run(workspace.root / "runs" / run, checkpoint).state_dict()
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def logged(workspace: Workspace, run: str) -> list[dict[str, Any]]:
+    """The steps of a run without what a clock says."""
+    clocks = ("images_per_s", "wait_share")
+    return [
+        {k: v for k, v in line.items() if k not in clocks}
+        for line in read_metrics(workspace.root / "runs" / run, "step")
+    ]
+
+
+class Killed(Exception):
+    """Stands for a kill: nothing of the loop catches it."""
+
+
+def kill_after(step: int) -> Callable[[int], None]:
+    def after_step(done: int) -> None:
+        if done == step:
+            raise Killed
+
+    return after_step
+
+
+@pytest.fixture
+def mafa_workspace(make_workspace: MakeWorkspace) -> Workspace:
+    """24 images in 6 grouped batches of 4, with edges of every band."""
+    workspace = make_workspace(24, captions=2)
+    write_plan(workspace, [list(range(b, 24, 6)) for b in range(6)])
+    write_edges(workspace, [(i, 2 * j, (i * 7 + j) % 10 / 9) for i in range(24) for j in range(24) if i != j])
+    return workspace
+
+
+MAFA = {**FAST, "method": "mafa"}
+
+
+# Six steps an epoch: 3 and 5 stop between checkpoints, 4 at one, 8 in the second epoch.
+@pytest.mark.parametrize("stop", [3, 4, 5, 8])
+def test_a_killed_run_goes_on_to_the_same_weights_and_the_same_log(mafa_workspace: Workspace, stop: int):
+    values = {**MAFA, "checkpoint_steps": 2}
+    train(mafa_workspace, values, run="whole")
+    with pytest.raises(Killed):
+        train(mafa_workspace, values, run="killed", after_step=kill_after(stop))
+    assert not read_run_config(mafa_workspace.root / "runs/killed")["complete"]
+    summary = train(mafa_workspace, {}, run="killed", resume=True)
+    assert summary["steps"] == 12
+    assert equal(weights(mafa_workspace, "killed"), weights(mafa_workspace, "whole"))
+    assert logged(mafa_workspace, "killed") == logged(mafa_workspace, "whole")
+
+
+def test_a_run_with_accumulation_and_random_batches_resumes_exactly(make_workspace: MakeWorkspace):
+    workspace = make_workspace(22, captions=2)
+    values = {**FAST, "method": "albef", "batch_size": 4, "accumulate": 2, "checkpoint_steps": 1}
+    train(workspace, values, run="whole")
+    with pytest.raises(Killed):
+        train(workspace, values, run="killed", after_step=kill_after(4))
+    train(workspace, values, run="killed")
+    assert [line["batch"] for line in logged(workspace, "whole")] == [0, 2, 4, 0, 2, 4]
+    assert equal(weights(workspace, "killed"), weights(workspace, "whole"))
+
+
+def test_sigterm_saves_and_stops_and_the_run_goes_on(mafa_workspace: Workspace):
+    train(mafa_workspace, MAFA, run="whole")
+
+    def terminate(step: int) -> None:
+        if step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(mafa_workspace, MAFA, run="stopped", after_step=terminate)
+    assert len(logged(mafa_workspace, "stopped")) == 5
+    train(mafa_workspace, {}, run="stopped", resume=True)
+    assert equal(weights(mafa_workspace, "stopped"), weights(mafa_workspace, "whole"))
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.slow
+def test_a_run_killed_by_sigkill_resumes_exactly(mafa_workspace: Workspace):
+    root = mafa_workspace.root
+    flags = ["--method", "mafa", "--epochs", "12", "--threads", "1", "--set", "checkpoint_steps=5"]
+    flags += ["--set", "evaluate_every=0", "--set", "tensorboard=false"]
+    command = [sys.executable, "-m", "fnpipe.cli", "train", str(root), *flags]
+    process = subprocess.Popen([*command, "--run", "killed"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    state = root / "runs/killed/checkpoints" / STATE
+    deadline = time.monotonic() + 120
+    while not state.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.2)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    for run in ("killed", "whole"):
+        done = subprocess.run([*command, "--run", run, "--json"], capture_output=True, text=True, check=True)
+        assert json.loads(done.stdout)["steps"] == 72
+    assert equal(weights(mafa_workspace, "killed"), weights(mafa_workspace, "whole"))
+    assert logged(mafa_workspace, "killed") == logged(mafa_workspace, "whole")
+
+
+def test_a_finished_run_is_left_as_it_is(mafa_workspace: Workspace):
+    first = train(mafa_workspace, MAFA, run="r")
+    before = {p: p.stat().st_mtime_ns for p in (mafa_workspace.root / "runs/r").rglob("*")}
+    assert train(mafa_workspace, MAFA, run="r") == first
+    assert {p: p.stat().st_mtime_ns for p in (mafa_workspace.root / "runs/r").rglob("*")} == before
+
+
+def test_a_run_is_never_continued_with_other_values_or_inputs(mafa_workspace: Workspace):
+    with pytest.raises(Killed):
+        train(mafa_workspace, {**MAFA, "checkpoint_steps": 1}, run="r", after_step=kill_after(2))
+    with pytest.raises(InputError, match=r"started with lr unset, now 0\.1"):
+        train(mafa_workspace, {"lr": 0.1}, run="r", resume=True)
+    with pytest.raises(InputError, match="started with checkpoint_steps 1, now unset"):
+        train(mafa_workspace, MAFA, run="r")
+    with pytest.raises(InputError, match="no run to resume"):
+        train(mafa_workspace, MAFA, run="other", resume=True)
+    (mafa_workspace.root / "groups/grit-8/meta.json").unlink()
+    write_plan(mafa_workspace, [list(range(b, 24, 6)) for b in reversed(range(6))])
+    with pytest.raises(InputError, match="started from other groups/grit-8"):
+        train(mafa_workspace, {}, run="r", resume=True)
+    summary = train(mafa_workspace, MAFA, run="r", overwrite=True)
+    assert summary["steps"] == 12
+    assert len(logged(mafa_workspace, "r")) == 12
+
+
+def test_a_damaged_state_is_named(mafa_workspace: Workspace):
+    with pytest.raises(Killed):
+        train(mafa_workspace, {**MAFA, "checkpoint_steps": 1}, run="r", after_step=kill_after(2))
+    state = mafa_workspace.root / "runs/r/checkpoints" / STATE
+    state.write_bytes(state.read_bytes()[:1000])
+    with pytest.raises(InputError, match=r"last\.state: damaged"):
+        train(mafa_workspace, {}, run="r", resume=True)
+
+
+def test_a_loss_that_is_no_number_stops_with_the_pairs_and_keeps_the_state_before(
+    mafa_workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+):
+    from fnpipe.train import step
+
+    real, calls = step.itc_loss, []
+
+    def breaks_in_the_fourth(*arguments: Any) -> torch.Tensor:
+        calls.append(1)
+        loss = real(*arguments)
+        return loss * torch.nan if len(calls) == 4 else loss
+
+    monkeypatch.setattr(step, "itc_loss", breaks_in_the_fourth)
+    with pytest.raises(InputError) as error:
+        train(mafa_workspace, MAFA, run="r")
+    # Batch 3 of the plan holds the rows 12 to 15: images 3, 9, 15, 21, each with its first caption.
+    assert "step 4, batch 3 (plan rows 12-15; pair_ids 6 18 30 42)" in str(error.value)
+    assert len(logged(mafa_workspace, "r")) == 3
+    monkeypatch.setattr(step, "itc_loss", real)
+    train(mafa_workspace, {}, run="r", resume=True)
+    train(mafa_workspace, MAFA, run="whole")
+    assert equal(weights(mafa_workspace, "r"), weights(mafa_workspace, "whole"))
+
+
+def test_weights_stay_as_they_were_when_a_gradient_is_no_number(
+    mafa_workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+):
+    real, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def breaks_in_the_second(*arguments: Any, **options: Any) -> torch.Tensor:
+        calls.append(1)
+        norm = real(*arguments, **options)
+        return norm * torch.inf if len(calls) == 2 else norm
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", breaks_in_the_second)
+    with pytest.raises(InputError, match="the gradient is inf"):
+        train(mafa_workspace, MAFA, run="r")
+    assert all(bool(tensor.isfinite().all()) for tensor in weights(mafa_workspace, "r").values())
+
+
+def test_metrics_say_what_became_of_the_hardest_negatives(mafa_workspace: Workspace):
+    train(mafa_workspace, {**MAFA, "epochs": 1}, run="r")
+    for line in logged(mafa_workspace, "r"):
+        assert line["coverage"] == 1.0
+        assert 0 <= line["positives"] + line["ambiguous"] <= 8
+        assert line["loss"] == pytest.approx(line["itc"] + line["itm"] + line["mlm"])
+    assert sum(line["positives"] for line in logged(mafa_workspace, "r")) > 0
+
+
+def test_smoothing_begins_in_its_epoch(mafa_workspace: Workspace):
+    values = {**MAFA, "epochs": 2, "lr": 0.0}
+    train(mafa_workspace, {**values, "smoothing": 0.5}, run="smooth")
+    train(mafa_workspace, {**values, "smoothing": 0.0}, run="plain")
+    smooth, plain = (np.array([line["itc"] for line in logged(mafa_workspace, run)]) for run in ("smooth", "plain"))
+    assert np.array_equal(smooth[:6], plain[:6])
+    assert (smooth[6:] != plain[6:]).all()
+
+
+def test_edges_change_mafa_and_only_count_for_grit(mafa_workspace: Workspace):
+    train(mafa_workspace, {**FAST, "method": "grit", "epochs": 1}, run="grit")
+    train(mafa_workspace, {**FAST, "method": "grit", "epochs": 1, "edges": "made"}, run="counted")
+    train(mafa_workspace, {**MAFA, "epochs": 1}, run="mafa")
+    assert equal(weights(mafa_workspace, "grit"), weights(mafa_workspace, "counted"))
+    assert not equal(weights(mafa_workspace, "grit"), weights(mafa_workspace, "mafa"))
+    assert "coverage" not in logged(mafa_workspace, "grit")[0]
+    assert logged(mafa_workspace, "counted")[0]["coverage"] == 1.0
+
+
+def test_what_is_missing_is_said_before_anything_is_trained(make_workspace: MakeWorkspace):
+    workspace = make_workspace(8)
+    for values, words in (
+        ({"method": "grit"}, "no GRIT plan"),
+        ({"method": "mafa", "groups": "none"}, "groups"),
+        ({"method": "albef", "init": "run:none"}, "no run 'none'"),
+        ({"method": "albef", "init": "none.safetensors"}, "none.safetensors"),
+        ({"method": "albef", "model": "ViT-B-99"}, "ViT-B-"),
+        ({"method": "albef", "truth": "none.parquet"}, "none.parquet"),
+        ({"method": "albef", "evaluate_on": "val", "evaluate_every": 1}, "no split 'val'"),
+    ):
+        with pytest.raises(InputError, match=words):
+            train(workspace, {**FAST, **values}, run="r")
+    write_plan(workspace, [[0, 1], [2, 3]])
+    with pytest.raises(InputError, match="no edges"):
+        train(workspace, {**FAST, "method": "mafa"}, run="r")
+    with pytest.raises(InputError, match="batch_size is 4"):
+        train(workspace, {**FAST, "method": "grit", "batch_size": 4}, run="r")
+    write_plan(workspace, [[0, 1], [2, 3]], name="other")
+    with pytest.raises(InputError, match=r"several GRIT plans \(grit-8, other\)"):
+        train(workspace, {**FAST, "method": "grit"}, run="r")
+    assert not (workspace.root / "runs").exists()
+
+
+def test_a_plan_or_edges_of_other_pairs_are_refused(make_workspace: MakeWorkspace):
+    import shutil
+
+    ours, theirs = make_workspace(8), make_workspace(9, folder="theirs")
+    write_plan(theirs, [[0, 1], [2, 3]])
+    write_edges(theirs, [(0, 1, 0.9)])
+    shutil.copytree(theirs.root / "groups", ours.root / "groups")
+    with pytest.raises(InputError, match="grit-8: made from other pairs"):
+        train(ours, {**FAST, "method": "grit"}, run="r")
+    shutil.rmtree(ours.root / "groups")
+    write_plan(ours, [[0, 1], [2, 3]])
+    shutil.copytree(theirs.root / "edges", ours.root / "edges")
+    with pytest.raises(InputError, match="made: made from other pairs"):
+        train(ours, {**FAST, "method": "mafa"}, run="r")
+
+
+def test_a_run_evaluates_keeps_its_best_weights_and_draws_its_losses(make_workspace: MakeWorkspace):
+    workspace = make_workspace(16, splits=["train"] * 12 + ["test"] * 4)
+    values = {**FAST, "method": "albef", "batch_size": 4, "evaluate_every": 1, "keep_every": 2, "tensorboard": True}
+    summary = train(workspace, values, run="r")
+    directory = workspace.root / "runs/r"
+    evaluations = read_metrics(directory, "evaluation")
+    assert [line["epoch"] for line in evaluations] == [0, 1]
+    assert summary["evaluation"]["itm_rsum"] == evaluations[-1]["itm_rsum"]
+    names = sorted(p.name for p in (directory / "checkpoints").iterdir())
+    assert names == ["best.safetensors", "epoch-001.safetensors", "last.safetensors", STATE]
+    assert (directory / "losses.png").stat().st_size > 1000
+    assert summary["images_seen"] == 24
+    assert not load_run(directory).training
+
+
+def test_a_run_starts_from_another_and_from_nothing_else_than_asked(make_workspace: MakeWorkspace):
+    workspace = make_workspace(8)
+    train(workspace, {**FAST, "method": "itc", "batch_size": 4}, run="first")
+    model = starting_model(workspace, None, "run:first")
+    assert model.training
+    assert equal(model.state_dict(), weights(workspace, "first"))
+    with pytest.raises(InputError, match="leave --model out"):
+        starting_model(workspace, "ViT-B-32", "run:first")
+    train(workspace, {**FAST, "method": "itc", "batch_size": 4, "init": "run:first", "lr": 0.0}, run="second")
+    assert equal(weights(workspace, "second"), weights(workspace, "first"))
+
+
+def test_matrices_decay_and_norms_biases_and_the_temperature_do_not(make_workspace: MakeWorkspace):
+    model = starting_model(make_workspace(1), None, None)
+    decayed, free = (group["params"] for group in parameter_groups(model, 0.1))
+    ids = {id(p) for p in free}
+    assert id(model.temp) in ids
+    assert all(id(p) in ids for n, p in model.named_parameters() if n.endswith("bias") and p.requires_grad)
+    assert all(p.ndim >= 2 for p in decayed)
+    assert len(decayed) + len(free) == sum(p.requires_grad for p in model.parameters())
+
+
+def test_the_rate_warms_up_and_falls_to_its_floor():
+    rates = [learning_rate(s, total=100, warmup=10, peak=1.0, min_ratio=0.1) for s in range(101)]
+    assert rates[0] == pytest.approx(0.1)
+    assert rates[9] == rates[10] == 1.0
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
+    assert rates[100] == pytest.approx(0.1)
+    assert learning_rate(0, total=1, warmup=0, peak=1.0, min_ratio=0.1) == 1.0
+
+
+@pytest.mark.slow
+def test_two_processes_that_gather_equal_one_with_twice_the_batch(make_workspace: MakeWorkspace, tmp_path: Path):
+    workspace = make_workspace(32)
+    order = np.random.default_rng(0).permutation(32)
+    write_plan(workspace, order.reshape(8, 4).tolist(), name="small")
+    write_plan(workspace, order.reshape(4, 8).tolist(), name="large")
+    values = {**FAST, "method": "itc", "augment": "none", "seed": 3}
+    train(workspace, {**values, "groups": "large"}, run="one")
+    flags = [f"--set={k}={json.dumps(v)}" for k, v in values.items() if k not in ("method", "epochs", "threads")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2"]
+    command += [
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=localhost:0",
+        "-m",
+        "--",
+        "fnpipe.cli",
+        "train",
+        str(workspace.root),
+    ]
+    command += ["--method=itc", "--epochs=2", "--threads=1", "--run=two", "--groups=small", "--set=gather=true", *flags]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, two = (np.array([line["loss"] for line in logged(workspace, run)]) for run in ("one", "two"))
+    assert len(one) == 8
+    assert len(set(one)) == 8
+    assert np.abs(one - two).max() < 1e-5

@@ -1,0 +1,99 @@
+"""Checkpoints: the weights for those who use them, and the state from which a run goes on as if it had not stopped.
+
+No generator's state is kept: every draw of a run derives from (seed, epoch, batch), so the place in the plan says all.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fnpipe.pipeline import atomic
+from fnpipe.pipeline.errors import InputError
+from fnpipe.train.model import VLModel, save_model
+from fnpipe.train.runs import CHECKPOINTS
+
+STATE = "last.state"
+
+
+@dataclass
+class Position:
+    """Where a run stands.
+
+    Attributes:
+        epoch: the epoch in work. batches: how many of this process's batches of it are done.
+        step: optimiser steps made. seen: images trained on, over all processes.
+        best: the best evaluation so far, None before the first.
+        log_bytes: the length of ``metrics.jsonl`` here; what stands beyond was logged after this checkpoint.
+    """
+
+    epoch: int = 0
+    batches: int = 0
+    step: int = 0
+    seen: int = 0
+    best: float | None = None
+    log_bytes: int = 0
+
+
+def save_state(
+    directory: Path,
+    position: Position,
+    model: VLModel,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+) -> None:
+    """Write ``last.state`` and ``last.safetensors``.
+
+    The state holds the weights as well: two files cannot be replaced in one step, and a run that was killed between the
+    two would otherwise go on with the weights of one moment and the optimiser of another.
+    """
+    state = {
+        "position": asdict(position),
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scaler": scaler.state_dict(),
+    }
+    with atomic.replacing(directory / CHECKPOINTS / STATE) as temporary:
+        torch.save(state, temporary)
+    save_weights(directory, "last", model)
+
+
+def load_state(
+    directory: Path, model: VLModel, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+) -> Position:
+    """Put a run's model, optimiser and scaler back to its last checkpoint; the first position where there is none.
+
+    Raises:
+        InputError: the state is damaged, or of another model.
+    """
+    path = directory / CHECKPOINTS / STATE
+    if not path.is_file():
+        return Position()
+    device = model.temp.device
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scaler.load_state_dict(state["scaler"])
+        return Position(**state["position"])
+    except OSError:
+        raise
+    # What a damaged file raises depends on where the damage is: in the zip, in the pickle, in a tensor's shape.
+    except Exception as error:
+        detail = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"{path}: damaged ({detail[:120]}); start afresh with --overwrite") from error
+
+
+def save_weights(directory: Path, name: str, model: VLModel) -> None:
+    """Write ``<name>.safetensors``."""
+    save_model(model, directory / CHECKPOINTS / f"{name}.safetensors")
+
+
+def truncate(path: Path, length: int) -> None:
+    """Cut a log back to ``length`` bytes, so that the steps made again are not logged twice."""
+    if path.exists() and path.stat().st_size > length:
+        os.truncate(path, length)

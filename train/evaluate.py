@@ -1,0 +1,329 @@
+"""``fnpipe evaluate``: retrieval by the dual encoder, and re-ranked by the ITM head, on a split of the workspace.
+
+Pictures of equal bytes and captions of equal text are encoded once, so that they get equal scores whatever batch they
+would have stood in; `metrics` treats equal scores as ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+
+from fnpipe.mining.records import codes_of
+from fnpipe.mining.truth import Truth
+from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.progress import Advance, progress
+from fnpipe.pipeline.transform import Transform
+from fnpipe.pipeline.workspace import Workspace
+from fnpipe.train.metrics import Positives, Scores, cosine_scores, reranked_scores, retrieval, top_items
+from fnpipe.train.model import VLModel
+from fnpipe.train.pictures import Samples, decoded
+from fnpipe.train.processes import choose_device
+from fnpipe.train.runs import find_run, load_run, read_run_config
+
+# Candidates per query that the ITM head re-ranks.
+TOP_K = 24
+ENCODE_BATCH = 128
+FUSE_BATCH = 512
+# Elements of one block of truth look-ups.
+TRUTH_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What is evaluated: images with all their captions.
+
+    Attributes:
+        on: the split, or ``all``. image_ids: (N,) int64, ascending. pair_ids: (K,) int64, ascending.
+        image_rows: (K,) int64, the row of each caption's image in ``image_ids``.
+    """
+
+    on: str
+    image_ids: np.ndarray
+    pair_ids: np.ndarray
+    image_rows: np.ndarray
+
+    @property
+    def recorded(self) -> Positives:
+        """For every image row its own caption rows."""
+        return Positives.from_pairs(
+            self.image_rows, np.arange(len(self.pair_ids)), len(self.image_ids), len(self.pair_ids)
+        )
+
+    def of_images(self, kept: np.ndarray) -> Queries:
+        """The same, of the image rows in the (N,) bool mask alone."""
+        rows = np.cumsum(kept) - 1
+        pairs = kept[self.image_rows]
+        return Queries(self.on, self.image_ids[kept], self.pair_ids[pairs], rows[self.image_rows[pairs]])
+
+
+def default_split(workspace: Workspace) -> str:
+    """``test`` if there is such a split, else ``all``."""
+    return "test" if "test" in workspace.splits() else "all"
+
+
+def read_queries(workspace: Workspace, on: str | None = None, limit: int | None = None, seed: int = 0) -> Queries:
+    """The images and captions of a split (``all``: of every split).
+
+    Args:
+        on: None: `default_split`. limit: so many images at most, drawn with ``seed``.
+
+    Raises:
+        InputError: there is no such split.
+    """
+    on = on or default_split(workspace)
+    splits = sorted(workspace.splits())
+    if on != "all" and on not in splits:
+        raise InputError(f"{workspace.root}: no split {on!r} (it has {', '.join(splits)}){nearest(on, splits)}")
+    table = workspace.read_pairs(["pair_id", "image_id"], split=None if on == "all" else on)
+    pair_ids, owners = table["pair_id"].to_numpy(), table["image_id"].to_numpy()
+    image_ids, image_rows = np.unique(owners, return_inverse=True)
+    queries = Queries(on, image_ids, pair_ids, image_rows.reshape(-1))
+    if limit is None or len(image_ids) <= limit:
+        return queries
+    kept = np.zeros(len(image_ids), bool)
+    kept[np.random.default_rng([seed, 0xE7]).permutation(len(image_ids))[:limit]] = True
+    return queries.of_images(kept)
+
+
+def evaluate_embeddings(embeddings: Embeddings, queries: Queries, truth: Truth | None = None) -> dict[str, Any]:
+    """Retrieval figures of stored embeddings; images and captions without one are left out.
+
+    Returns:
+        As `evaluate_model`, without ``itm``.
+    """
+    good_pairs = ~np.isin(queries.pair_ids, embeddings.bad_pairs)
+    with_caption = np.zeros(len(queries.image_ids), bool)
+    with_caption[queries.image_rows[good_pairs]] = True
+    kept = queries.of_images(~np.isin(queries.image_ids, embeddings.bad_images) & with_caption)
+    good = ~np.isin(kept.pair_ids, embeddings.bad_pairs)
+    kept = Queries(kept.on, kept.image_ids, kept.pair_ids[good], kept.image_rows[good])
+    images, texts = embeddings.images.take(kept.image_ids), embeddings.texts.take(kept.pair_ids)
+    i2t, t2i = cosine_scores(images, texts), cosine_scores(texts, images)
+    dual = retrieval(i2t, t2i, kept.recorded, true_pairs(kept, truth))
+    return {**_counts(kept, len(queries.image_ids)), "dual": dual}
+
+
+def evaluate_model(
+    workspace: Workspace,
+    model: VLModel,
+    queries: Queries,
+    truth: Truth | None = None,
+    *,
+    rerank: bool,
+    top_k: int = TOP_K,
+    samples: Samples | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Retrieval figures of a model, in its own device and mode (put it into eval mode first).
+
+    Args:
+        rerank: put each query's ``top_k`` best in the order of the ITM head as well.
+        samples: of this workspace, if they are at hand. quiet: show no progress.
+
+    Returns:
+        ``on images captions left_out`` (images that could not be decoded), ``dual``: the figures of `retrieval`;
+        with ``rerank`` also ``itm``: the same of the re-ranked lists, and ``top_k``.
+    """
+    samples = samples or Samples.of(workspace)
+    encoder = _Encoder(model, workspace, samples)
+    pairs = top_k * (len(queries.image_ids) + len(queries.pair_ids)) if rerank else 0
+    total = len(queries.image_ids) + len(queries.pair_ids) + pairs
+    shown = nullcontext(lambda n: None) if quiet else progress(f"evaluating on {queries.on}", total, "items")
+    with torch.inference_mode(), shown as advance:
+        asked = len(queries.image_ids)
+        images, readable = encoder.images(queries.image_ids, advance)
+        if not readable.all():
+            queries, images = queries.of_images(readable), images[torch.from_numpy(readable)]
+        if not len(queries.image_ids):
+            raise InputError(f"{workspace.root}: no picture of {queries.on} can be decoded")
+        texts = encoder.texts(queries.pair_ids, advance)
+        i2t, t2i = cosine_scores(images, texts), cosine_scores(texts, images)
+        recorded, true = queries.recorded, true_pairs(queries, truth)
+        out = {**_counts(queries, asked), "dual": retrieval(i2t, t2i, recorded, true)}
+        if rerank:
+            i2t, t2i = reranked(encoder, queries, i2t, t2i, top_k, advance)
+            out |= {"itm": retrieval(i2t, t2i, recorded, true), "top_k": top_k}
+    return out
+
+
+def true_pairs(queries: Queries, truth: Truth | None) -> Positives | None:
+    """For every image row every caption row that is true of it; looked up in blocks."""
+    if truth is None:
+        return None
+    images, texts = [], []
+    rows = max(1, TRUTH_BLOCK // max(len(queries.pair_ids), 1))
+    for start in range(0, len(queries.image_ids), rows):
+        block = truth.matches(queries.image_ids[start : start + rows, None], queries.pair_ids[None, :])
+        image, text = np.nonzero(block)
+        images.append(image + start)
+        texts.append(text)
+    n_images, n_texts = len(queries.image_ids), len(queries.pair_ids)
+    return Positives.from_pairs(np.concatenate(images), np.concatenate(texts), n_images, n_texts)
+
+
+def reranked(
+    encoder: _Encoder, queries: Queries, i2t: Scores, t2i: Scores, top_k: int, advance: Advance
+) -> tuple[Scores, Scores]:
+    """Scores of both directions, with each query's ``top_k`` best ordered by the ITM head."""
+    n_images, n_texts = len(queries.image_ids), len(queries.pair_ids)
+    of_image, of_text = top_items(i2t, n_images, n_texts, top_k), top_items(t2i, n_texts, n_images, top_k)
+    image_rows = torch.cat([torch.arange(n_images).repeat_interleave(of_image.shape[1]), of_text.reshape(-1)])
+    text_rows = torch.cat([of_image.reshape(-1), torch.arange(n_texts).repeat_interleave(of_text.shape[1])])
+    logits = encoder.match(queries, image_rows, text_rows, advance)
+    cut = of_image.numel()
+    return (
+        reranked_scores(i2t, of_image, logits[:cut].view(of_image.shape)),
+        reranked_scores(t2i, of_text, logits[cut:].view(of_text.shape)),
+    )
+
+
+class _Encoder:
+    """A model over the pictures and captions of a workspace; equal ones are encoded once."""
+
+    def __init__(self, model: VLModel, workspace: Workspace, samples: Samples) -> None:
+        pairs = workspace.read_pairs(["image_id", "image_sha256", "caption"])
+        self.model = model
+        self.samples = samples
+        self.device = model.temp.device
+        self.transform = Transform.of(dict(model.config.preprocess or {}))
+        self.picture_codes = np.empty(workspace.n_images, np.int64)
+        self.picture_codes[pairs["image_id"].to_numpy()] = codes_of(pairs["image_sha256"])
+        self.caption_codes = codes_of(pc.utf8_trim_whitespace(pairs["caption"]))
+
+    def images(self, image_ids: np.ndarray, advance: Advance) -> tuple[torch.Tensor, np.ndarray]:
+        """Embeddings (n, e) on the CPU, zeros where a picture cannot be decoded, and (n,) bool which can be."""
+        first, inverse = _distinct(self.picture_codes[image_ids])
+        out = torch.zeros((len(first), self.model.embed_dim))
+        readable = np.zeros(len(first), bool)
+        for rows in _chunks(len(first), ENCODE_BATCH):
+            pixels, good = self.pixels(image_ids[first[rows]])
+            if good.any():
+                out[rows][torch.from_numpy(good)] = self.model.encode_image(pixels)[1].float().cpu()
+            readable[rows] = good
+            advance(int((inverse >= rows.start).sum() - (inverse >= rows.stop).sum()))
+        return out[torch.from_numpy(inverse)], readable[inverse]
+
+    def pixels(self, image_ids: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+        """Normalised pictures of those that can be decoded, on the device, and (n,) bool which can be."""
+        pictures = [decoded(data) for data in self.samples.read(image_ids)]
+        good = np.array([rgb is not None for rgb in pictures], bool)
+        fitted = [self.transform(rgb) for rgb in pictures if rgb is not None]
+        height, width = self.transform.size
+        stacked = torch.stack(fitted) if fitted else torch.empty((0, 3, height, width), dtype=torch.uint8)
+        return self.transform.normalise(stacked.to(self.device)), good
+
+    def texts(self, pair_ids: np.ndarray, advance: Advance) -> torch.Tensor:
+        """Embeddings (n, e) on the CPU."""
+        first, inverse = _distinct(self.caption_codes[pair_ids])
+        out = torch.zeros((len(first), self.model.embed_dim))
+        for rows in _chunks(len(first), ENCODE_BATCH):
+            ids = self.model.tokenizer(self.samples.texts(pair_ids[first[rows]])).to(self.device)
+            out[rows] = self.model.embed_texts(ids).float().cpu()
+            advance(int((inverse >= rows.start).sum() - (inverse >= rows.stop).sum()))
+        return out[torch.from_numpy(inverse)]
+
+    def match(
+        self, queries: Queries, image_rows: torch.Tensor, text_rows: torch.Tensor, advance: Advance
+    ) -> torch.Tensor:
+        """(n,) logits of "matched" against "not", for image and text rows of ``queries``, in any order.
+
+        Equal combinations are judged once; they are taken image by image, whose keys are computed once.
+        """
+        pictures, image_of = _distinct(self.picture_codes[queries.image_ids])
+        captions, text_of = _distinct(self.caption_codes[queries.pair_ids])
+        keys = torch.from_numpy(image_of)[image_rows] * len(captions) + torch.from_numpy(text_of)[text_rows]
+        distinct, inverse = torch.unique(keys, return_inverse=True)
+        images, texts = distinct // len(captions), distinct % len(captions)
+        tokens = self.text_tokens(queries.pair_ids[captions])
+        logits = torch.empty(len(distinct))
+        done = 0
+        for block in _chunks(len(pictures), ENCODE_BATCH):
+            low, high = torch.searchsorted(images, torch.tensor([block.start, block.stop])).tolist()
+            if low == high:
+                continue
+            pixels, _ = self.pixels(queries.image_ids[pictures[block]])
+            image_keys = self.model.image_keys(self.model.encode_image(pixels)[0])
+            for rows in _chunks(high - low, FUSE_BATCH):
+                part = slice(low + rows.start, low + rows.stop)
+                text, mask = tokens.take(texts[part])
+                fused = self.model.fuse(
+                    text, mask, image_keys, (images[part] - block.start).to(self.device), first_only=True
+                )
+                scores = self.model.itm_logits(fused).float()
+                logits[part] = (scores[:, 1] - scores[:, 0]).cpu()
+            # Combinations judged once stand for all their repeats in the progress.
+            share = len(keys) * high // len(distinct)
+            advance(share - done)
+            done = share
+        return logits[inverse]
+
+    def text_tokens(self, pair_ids: np.ndarray) -> _Ragged:
+        """Two-way tokens of captions, without padding."""
+        flat, lengths = [], []
+        for rows in _chunks(len(pair_ids), ENCODE_BATCH):
+            ids = self.model.tokenizer(self.samples.texts(pair_ids[rows])).to(self.device)
+            mask = self.model.text_mask(ids)
+            flat.append(self.model.text_tokens(ids)[mask])
+            lengths.append(mask.sum(1))
+        return _Ragged(torch.cat(flat), torch.cat(lengths))
+
+
+class _Ragged:
+    """Rows of tokens of differing length, one after the other: (sum of lengths, d) and (n,) int64."""
+
+    def __init__(self, flat: torch.Tensor, lengths: torch.Tensor) -> None:
+        self.flat, self.lengths = flat, lengths
+        self.starts = torch.cumsum(lengths, 0) - lengths
+
+    def take(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows padded to the longest of them: (n, L, d), and (n, L) bool, False on padding."""
+        rows = rows.to(self.flat.device)
+        lengths = self.lengths[rows]
+        place = torch.arange(int(lengths.max()), device=rows.device)[None, :]
+        mask = place < lengths[:, None]
+        return self.flat[torch.where(mask, self.starts[rows][:, None] + place, 0)], mask
+
+
+def _distinct(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the first of each code, and for every row which of those it equals."""
+    _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+    return first, inverse.reshape(-1)
+
+
+def _chunks(n: int, size: int) -> Iterator[slice]:
+    for start in range(0, n, size):
+        yield slice(start, min(start + size, n))
+
+
+def _counts(queries: Queries, asked: int) -> dict[str, Any]:
+    n_images = len(queries.image_ids)
+    return {"on": queries.on, "images": n_images, "captions": len(queries.pair_ids), "left_out": asked - n_images}
+
+
+def evaluate_run(
+    workspace: Workspace,
+    run: str,
+    queries: Queries,
+    truth: Truth | None = None,
+    *,
+    checkpoint: str = "best-or-last",
+    top_k: int = TOP_K,
+    device: str = "auto",
+) -> dict[str, Any]:
+    """`evaluate_model` of a run's checkpoint; re-ranked where the run trained its ITM head.
+
+    Raises:
+        InputError: no such run, checkpoint or device.
+    """
+    directory = find_run(workspace, run)
+    rerank = bool(read_run_config(directory)["config"]["itm"])
+    model = load_run(directory, checkpoint).to(choose_device(device))
+    return evaluate_model(workspace, model, queries, truth, rerank=rerank, top_k=top_k)

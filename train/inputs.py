@@ -1,0 +1,119 @@
+"""What a run reads, opened and checked before its first step: the plan, the edges, the tars, the truth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from fnpipe.mining.edges import EdgeLookup
+from fnpipe.mining.members import read_members
+from fnpipe.mining.records import Identity
+from fnpipe.mining.truth import Truth
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace import Stage, Workspace, digest_files
+from fnpipe.train.batches import BatchSource, PlannedBatches, RandomBatches
+from fnpipe.train.config import TINY, TrainConfig
+from fnpipe.train.objectives import EcmConfig
+from fnpipe.train.pictures import Samples
+from fnpipe.train.runs import SHIPPED
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that a run reads beside its starting weights.
+
+    Attributes:
+        edges, identity: None where the method takes none and none were asked for.
+        thresholds: tau_low and tau_high by which the edges were labelled.
+        digests: what was read, by name; a resumed run must find the same.
+    """
+
+    workspace: Workspace
+    samples: Samples
+    source: BatchSource
+    image_ids: np.ndarray
+    edges: EdgeLookup | None
+    identity: Identity | None
+    thresholds: tuple[float, float]
+    truth: Truth | None
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) -> Inputs:
+    """Open what a config names, or what it needs and does not name.
+
+    Raises:
+        InputError: one is missing, damaged, unfinished, made for other pairs, or there are several to choose from.
+    """
+    digests = {"pairs": workspace.digest}
+    members = read_members(workspace)
+    plan = find_plan(workspace, config)
+    source: BatchSource
+    if plan is not None:
+        source = PlannedBatches(plan)
+        digests[plan.name] = plan.digest
+        if config.batch_size not in (None, source.batch_size):
+            raise InputError(
+                f"batch_size is {config.batch_size}, the batches of {plan.path} hold {source.batch_size}; leave it out"
+            )
+    else:
+        source = RandomBatches(members, config.batch_size or (64 if architecture == TINY else 128), config.seed)
+    edges, identity, thresholds = None, None, (EcmConfig.tau_low, EcmConfig.tau_high)
+    if config.method_losses.ecm or config.edges is not None:
+        stage = find_edges(workspace, config)
+        digests[stage.name] = stage.digest
+        edges, identity = EdgeLookup.read(stage), Identity.of(workspace)
+        params = stage.require()["params"]
+        thresholds = float(params.get("tau_low", thresholds[0])), float(params.get("tau_high", thresholds[1]))
+    truth = None
+    if config.truth is not None:
+        truth = Truth.read(config.truth, workspace)
+        digests["truth"] = file_digest(Path(config.truth))
+    samples = Samples.of(workspace)
+    samples.check()
+    return Inputs(workspace, samples, source, members.images, edges, identity, thresholds, truth, digests)
+
+
+def find_plan(workspace: Workspace, config: TrainConfig) -> Stage | None:
+    """The plan that is named, or the only GRIT plan for a method that needs one; None: the run draws random batches."""
+    if config.groups is not None:
+        return workspace.resolve("groups", config.groups, "--groups")
+    if not config.method_losses.grouped:
+        return None
+    plans = [name for name in workspace.names("groups") if _is_grit(workspace.stage(f"groups/{name}"))]
+    if not plans:
+        raise InputError(
+            f"{workspace.root}: no GRIT plan, which {config.method} needs; run `fnpipe group {workspace.root}`"
+        )
+    if len(plans) > 1:
+        raise InputError(f"{workspace.root}: several GRIT plans ({', '.join(plans)}); choose with --groups")
+    return workspace.resolve("groups", plans[0], "--groups")
+
+
+def find_edges(workspace: Workspace, config: TrainConfig) -> Stage:
+    """The edges that are named, or the only ones there are."""
+    if config.edges is None and not workspace.names("edges"):
+        raise InputError(
+            f"{workspace.root}: no edges, which {config.method} needs; "
+            f"make some with `fnpipe mine-connections {workspace.root}`"
+        )
+    return workspace.resolve("edges", config.edges, "--edges")
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file's name and contents."""
+    return digest_files([path], path.parent)
+
+
+def init_digest(init: str | None, weights: Path | None) -> dict[str, str]:
+    """The digest of the starting weights, where they are a file; a shipped or open_clip's own stand for themselves."""
+    if init is None or init in SHIPPED or weights is None or not weights.is_file():
+        return {}
+    return {"init": file_digest(weights)}
+
+
+def _is_grit(plan: Stage) -> bool:
+    meta = plan.meta() or {}
+    return bool(meta.get("params", {}).get("sampling") == "grit")

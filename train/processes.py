@@ -1,0 +1,86 @@
+"""The processes of one training: one alone, or those that torchrun started."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from fnpipe.pipeline.errors import InputError
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process's place among all.
+
+    Attributes:
+        rank, world: 0 and 1 when alone. device: where this process computes.
+    """
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes."""
+        return self.rank == 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set in any process; all must ask at the same place."""
+        if self.world == 1:
+            return flag
+        value = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(value, dist.ReduceOp.MAX)
+        return bool(value)
+
+    def mean(self, values: dict[str, float]) -> dict[str, float]:
+        """Each value's mean over all processes, which must have the same names in the same order."""
+        if self.world == 1:
+            return values
+        total = torch.tensor(list(values.values()), dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return dict(zip(values, (total / self.world).tolist(), strict=True))
+
+    def wait(self) -> None:
+        """Wait until all processes are here."""
+        if self.world > 1:
+            dist.barrier()
+
+
+def choose_device(device: str) -> torch.device:
+    """``auto``, ``cpu`` or ``cuda`` as a device; under torchrun the GPU of this process's local rank.
+
+    Raises:
+        InputError: no such device here.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    if device != "cpu":
+        raise InputError(f"device is {device!r}; choose cpu, or cuda where there is a GPU")
+    return torch.device("cpu")
+
+
+@contextmanager
+def processes(device: str) -> Iterator[Processes]:
+    """Join the processes that torchrun started (gloo on CPUs, nccl on GPUs), or stand alone."""
+    chosen = choose_device(device)
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Processes(0, 1, chosen)
+        return
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
+    try:
+        yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
+    finally:
+        if ours:
+            dist.destroy_process_group()

@@ -1,0 +1,160 @@
+"""Runs: what ``fnpipe train`` leaves in ``runs/<name>/``, and the models that can be named.
+
+config.json                what the run was told, what it chose, and the digests of what it reads
+metrics.jsonl              one line per step, and per evaluation
+checkpoints/last.safetensors, last.state      the newest weights, and all else that a resumed run needs
+checkpoints/best.safetensors                  the weights of the best evaluation
+checkpoints/epoch-004.safetensors             on request
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.workspace import Workspace
+from fnpipe.train.model import ModelConfig, VLModel, build_model, load_model
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+DEFAULT_ARCHITECTURE = "fnpipe-tiny"
+
+_ASSETS = Path(__file__).parent / "assets"
+# The checkpoints that come with the package, by the name under which they are asked for.
+SHIPPED = {"demo": _ASSETS / "encoder.safetensors", "itm:demo": _ASSETS / "con_d.safetensors"}
+
+
+def run_directory(workspace: Workspace, name: str) -> Path:
+    """``runs/<name>`` of a workspace, there or not.
+
+    Raises:
+        InputError: the name is no plain name.
+    """
+    if not name or "/" in name or name.startswith("."):
+        raise InputError(f"--run {name!r}: give a plain name; the run goes to {workspace.root}/runs/NAME")
+    return workspace.root / "runs" / name
+
+
+def find_run(workspace: Workspace, name: str) -> Path:
+    """The directory of a run that is there.
+
+    Raises:
+        InputError: it is not.
+    """
+    directory = run_directory(workspace, name)
+    if not (directory / CONFIG).is_file():
+        known = workspace.names("runs")
+        has = f"it has {', '.join(known)}" if known else "it has none; run `fnpipe train`"
+        raise InputError(f"{workspace.root}: no run {name!r} ({has}){nearest(name, known)}")
+    return directory
+
+
+def read_run_config(directory: Path) -> dict[str, Any]:
+    """``config.json`` of a run.
+
+    Raises:
+        InputError: it is missing or damaged.
+    """
+    try:
+        config = json.loads((directory / CONFIG).read_bytes())
+    except OSError:
+        raise InputError(f"{directory}: no run (it holds no {CONFIG})") from None
+    except ValueError:
+        raise InputError(f"{directory / CONFIG}: damaged; train again with --overwrite") from None
+    if not isinstance(config, dict):
+        raise InputError(f"{directory / CONFIG}: damaged; train again with --overwrite")
+    return config
+
+
+def checkpoint_path(directory: Path, checkpoint: str = "best-or-last") -> Path:
+    """The weights of a run: ``best``, ``last``, ``epoch-004``, or ``best-or-last``: the best if it was evaluated.
+
+    Raises:
+        InputError: there are none by this name.
+    """
+    names = ("best", "last") if checkpoint == "best-or-last" else (checkpoint,)
+    for name in names:
+        path = directory / CHECKPOINTS / f"{name}.safetensors"
+        if path.is_file():
+            return path
+    known = sorted(p.stem for p in (directory / CHECKPOINTS).glob("*.safetensors"))
+    has = f"it has {', '.join(known)}" if known else "it has none yet"
+    raise InputError(f"{directory}: no checkpoint {checkpoint!r} ({has})")
+
+
+def load_run(path: str | Path, checkpoint: str = "best-or-last") -> VLModel:
+    """The model of a run, whole, in eval mode on the CPU.
+
+    Args:
+        path: the directory of a run, or a checkpoint file.
+        checkpoint: see `checkpoint_path`; for a directory only.
+
+    Raises:
+        InputError: it is neither, or holds no such checkpoint.
+    """
+    path = Path(path)
+    return load_model(checkpoint_path(path, checkpoint) if path.is_dir() else path)
+
+
+def model_file(name: str, workspace: Workspace | None = None) -> Path:
+    """The model file that a name stands for: ``demo``, ``itm:demo``, ``run:NAME`` of a workspace, a run or a file.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name in SHIPPED:
+        return SHIPPED[name]
+    kind, colon, run = name.partition(":")
+    if colon and kind == "run":
+        if workspace is None or "/" in run:
+            return checkpoint_path(Path(run))
+        return checkpoint_path(find_run(workspace, run))
+    path = Path(name)
+    return checkpoint_path(path) if path.is_dir() else path
+
+
+def starting_model(
+    workspace: Workspace, architecture: str | None, init: str | None, grad_checkpointing: bool = False
+) -> VLModel:
+    """The model that a run starts from, in training mode.
+
+    Args:
+        architecture: None: that of ``init``, else fnpipe-tiny.
+        init: None: fresh weights; a name or file of `model_file`; or a checkpoint of the towers alone, as open_clip
+            reads it: a file, or one of its tags.
+
+    Raises:
+        InputError: unknown architecture or checkpoint, or the two do not fit.
+    """
+    if init is None:
+        fresh = ModelConfig(architecture=architecture or DEFAULT_ARCHITECTURE, grad_checkpointing=grad_checkpointing)
+        return build_model(fresh).train()
+    file = model_file(init, workspace)
+    if init in SHIPPED or init.startswith("run:") or is_our_file(file):
+        model = load_model(file)
+        if architecture not in (None, model.config.architecture):
+            raise InputError(f"--init {init}: a {model.config.architecture}, not a {architecture}; leave --model out")
+        if grad_checkpointing != model.config.grad_checkpointing:
+            weights = model.state_dict()
+            model = build_model(replace(model.config, pretrained=None, grad_checkpointing=grad_checkpointing))
+            model.load_state_dict(weights)
+        return model.train()
+    if architecture is None:
+        raise InputError(f"--init {init}: not a model saved by fnpipe; say with --model whose weights these are")
+    config = ModelConfig(architecture=architecture, pretrained=init, grad_checkpointing=grad_checkpointing)
+    return build_model(config).train()
+
+
+def is_our_file(path: Path) -> bool:
+    """Whether a file is a model saved by fnpipe."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(path), "pt") as file:
+            return str((file.metadata() or {}).get("format", "")).startswith("fnpipe-model")
+    except (SafetensorError, OSError):
+        return False

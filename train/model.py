@@ -31,8 +31,8 @@ from fnpipe.train.tokenizer import CaptionTokenizer, open_clip_tokenizer, tiny_t
 MIN_TEMPERATURE, MAX_TEMPERATURE, INITIAL_TEMPERATURE = 0.001, 0.5, 0.07
 _FORMAT = "fnpipe-model-1"
 
-# One layer's cross-attention keys and values, each (images, heads, image tokens, head width).
-Keys = list[tuple[torch.Tensor, torch.Tensor]]
+# For each fusion layer, (images, image tokens, 2 x width): what `Attention.keys` gives.
+Keys = list[torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,20 +76,17 @@ class Attention(nn.Module):
         self.key_value = nn.Linear(context_width, 2 * width)
         self.out = nn.Linear(width, width)
 
-    def keys(self, context: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(n, T, context_width) -> keys and values, each (n, heads, T, head width)."""
-        rows, tokens, _ = context.shape
-        both = self.key_value(context).view(rows, tokens, 2, self.heads, -1)
-        keys, values = both.permute(2, 0, 3, 1, 4)
-        return keys, values
+    def keys(self, context: torch.Tensor) -> torch.Tensor:
+        """(n, T, context_width) -> (n, T, 2 x width), keys and values side by side: one tensor, so that repeating rows
+        of it for other queries is one copy."""
+        return self.key_value(context)  # type: ignore[no-any-return]
 
-    def forward(
-        self, x: torch.Tensor, keys: tuple[torch.Tensor, torch.Tensor], mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """x (n, L, width); mask broadcasts to (n, heads, L, T), True where a key may be seen."""
+    def forward(self, x: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """x (n, L, width), keys (n, T, 2 x width); mask broadcasts to (n, heads, L, T), True where one may be seen."""
         rows, length, width = x.shape
         query = self.query(x).view(rows, length, self.heads, -1).transpose(1, 2)
-        seen = F.scaled_dot_product_attention(query, *keys, attn_mask=mask)
+        key, value = keys.view(rows, keys.shape[1], 2, self.heads, -1).permute(2, 0, 3, 1, 4)
+        seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
         return self.out(seen.transpose(1, 2).reshape(rows, length, width))  # type: ignore[no-any-return]
 
 
@@ -107,7 +104,7 @@ class FusionBlock(nn.Module):
         self,
         x: torch.Tensor,
         mask: torch.Tensor,
-        image_keys: tuple[torch.Tensor, torch.Tensor],
+        image_keys: torch.Tensor,
         first_only: bool = False,
     ) -> torch.Tensor:
         """(n, L, width) -> (n, L, width), or (n, 1, width) with ``first_only``: the same values at position 0."""
@@ -336,9 +333,9 @@ class VLModel(nn.Module):
             (n, L, text_width), or (n, 1, text_width) with ``first_only``.
         """
         x, mask = text_tokens, text_mask[:, None, None, :]
-        for i, (block, (key, value)) in enumerate(zip(self.fusion, keys, strict=True)):
+        for i, (block, layer_keys) in enumerate(zip(self.fusion, keys, strict=True)):
             last = first_only and i == len(keys) - 1
-            arguments = (x, mask, (key[image_rows], value[image_rows]), last)
+            arguments = (x, mask, layer_keys.index_select(0, image_rows), last)
             if self.config.grad_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, *arguments, use_reentrant=False)
             else:

@@ -1,0 +1,67 @@
+"""A trained model as an encoder."""
+
+from __future__ import annotations
+
+import json
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from fnpipe.pipeline.errors import InputError
+from fnpipe.train.encoder import RunEncoder, load_encoder
+from fnpipe.train.model import ModelConfig, VLModel, build_model, save_model
+
+
+@pytest.fixture(scope="module")
+def model() -> VLModel:
+    torch.manual_seed(0)
+    return build_model(ModelConfig()).eval()
+
+
+def picture(seed: int, height: int = 70, width: int = 50) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def test_vectors_are_the_models_own(model: VLModel):
+    encoder = RunEncoder(model)
+    assert encoder.width == 64
+    batch = torch.stack([encoder.prepare_image(picture(0)), encoder.prepare_image(picture(1, 30, 400))])
+    pixels = (batch.float() / 255 - 0.5) / 0.5
+    torch.testing.assert_close(encoder.encode_images(batch), model.encode_image(pixels)[1])
+    captions = ["a red circle", "two big blue squares", ""]
+    tokens = encoder.tokenize(captions)
+    assert tokens.shape == (3, 32)
+    torch.testing.assert_close(encoder.encode_texts(tokens), model.encode_text(model.tokenizer(captions))[1])
+
+
+def test_preparation_travels_to_other_processes_without_weights(model: VLModel):
+    encoder = RunEncoder(model)
+    for part in (encoder.prepare_image, encoder.tokenize):
+        assert len(pickle.dumps(part)) < 20_000
+    again = pickle.loads(pickle.dumps((encoder.prepare_image, encoder.tokenize)))
+    assert torch.equal(again[0](picture(2)), encoder.prepare_image(picture(2)))
+    assert torch.equal(again[1](["a [MASK] box"]), encoder.tokenize(["a [MASK] box"]))
+
+
+def test_the_description_tells_models_apart(model: VLModel):
+    torch.manual_seed(1)
+    other = RunEncoder(build_model(ModelConfig())).description
+    same = RunEncoder(model).description
+    assert json.loads(json.dumps(same)) == RunEncoder(model).description
+    assert same["weights"] != other["weights"]
+    assert {k: v for k, v in same.items() if k != "weights"} == {k: v for k, v in other.items() if k != "weights"}
+
+
+def test_a_run_of_the_workspace_is_found_by_name(model: VLModel, make_workspace):
+    workspace = make_workspace()
+    directory = workspace.root / "runs" / "first"
+    (directory / "checkpoints").mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    save_model(model, directory / "checkpoints" / "best.safetensors")
+    encoder = load_encoder("run:first", workspace)
+    assert encoder.description == RunEncoder(model).description
+    for wrong in ("run:frist", "clip", "itm:first"):
+        with pytest.raises(InputError):
+            load_encoder(wrong, workspace)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +24,7 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.captions import clean_caption
 from fnpipe.pipeline.decode import BadImage, ImageFacts, decode_rgb, inspect_image
 from fnpipe.pipeline.images import ImageReader, ImageRequest
+from fnpipe.pipeline.packing import TablePacker
 from fnpipe.pipeline.storage import filesystem, is_remote
 from fnpipe.pipeline.tars import TarWriter
 
@@ -194,32 +194,31 @@ class _PartMaker:
         self._readers = [
             ImageReader(root, files, job.follow_links) for root, files in zip(job.roots, job.files, strict=True)
         ]
-        self._pairs: list[tuple[Any, ...]] = []
-        self._quarantine: list[tuple[str, int, str, str, str]] = []
+        self._pairs = TablePacker(PART_SCHEMA)
+        self._quarantine = TablePacker(QUARANTINE_SCHEMA)
         self._seed = job.seed.to_bytes(16, "little", signed=True)
         self.tally = Tally()
         self.images_given = 0
 
     def run(self, tar: TarWriter | None) -> None:
-        block: list[_ImageRows] = []
-        for image in _images(self._batch):
-            self.images_given += 1
-            image = self._with_captions(image)
-            if image.rows:
-                block.append(image)
-            if len(block) == _BLOCK:
-                self._add_block(block, tar)
-                block = []
-        self._add_block(block, tar)
+        positions = self._batch.column("position").to_numpy()
+        starts = np.append(np.flatnonzero(np.diff(positions, prepend=-1)), len(positions))
+        self.images_given = len(starts) - 1
+        for first in range(0, self.images_given, _BLOCK):
+            bounds = starts[first : first + _BLOCK + 1]
+            images = _images(self._batch.slice(bounds[0], bounds[-1] - bounds[0]), bounds - bounds[0])
+            cleaned = (self._with_captions(image) for image in images)
+            self._add_block([image for image in cleaned if image.rows], tar)
         if tar is not None:
             tar.close()
 
     def write(self, parts: Path, shard: int) -> None:
+        quarantine = self._quarantine.table()
+        if len(quarantine):
+            atomic.write_table(quarantine_path(parts, shard), quarantine)
         tally = {**vars(self.tally), "kept": dict(self.tally.kept)}
-        schema = PART_SCHEMA.with_metadata({"tally": json.dumps(tally)})
-        if self._quarantine:
-            atomic.write_table(quarantine_path(parts, shard), _table(self._quarantine, QUARANTINE_SCHEMA))
-        atomic.write_table(part_path(parts, shard), _table(self._pairs, schema))
+        pairs = self._pairs.table().replace_schema_metadata({"tally": json.dumps(tally)})
+        atomic.write_table(part_path(parts, shard), pairs)
 
     def _with_captions(self, image: _ImageRows) -> _ImageRows:
         """The image with cleaned captions, each once; rows of which nothing is left go to quarantine."""
@@ -271,10 +270,10 @@ class _PartMaker:
         rank = int.from_bytes(hashlib.sha256(self._seed + digest.digest()).digest()[:8], "big")
         split = next((row.split for row in image.rows if row.split is not None), None)
         source, hexdigest, name = self._job.names[image.source], digest.hexdigest(), image.request.image
-        self._pairs += [
-            (image.position, key, text, source, name, split, facts.width, facts.height, hexdigest, offset, size, rank)
-            for text in captions
-        ]
+        start = (image.position, key)
+        end = (source, name, split, facts.width, facts.height, hexdigest, offset, size, rank)
+        for text in captions:
+            self._pairs.add((*start, text, *end))
         self.tally.images += 1
         self.tally.kept[image.source] += len(image.rows)
         self.tally.captions_dropped += sum(row.dropped for row in image.rows)
@@ -297,30 +296,18 @@ class _PartMaker:
         source = self._job.names[image.source]
         if row.line is not None:
             detail = f"line {row.line}: {detail}"
-        self._quarantine.append((source, row.number, image.request.image, reason, detail))
+        self._quarantine.add((source, row.number, image.request.image, reason, detail))
 
 
-def _images(batch: pa.RecordBatch) -> Iterator[_ImageRows]:
-    """The images of a batch of ``ROWS_SCHEMA`` with positions, whose rows stand together."""
+def _images(batch: pa.RecordBatch, bounds: np.ndarray) -> Iterator[_ImageRows]:
+    """The images of a batch of rows; those of image ``i`` are ``bounds[i] .. bounds[i + 1] - 1``."""
     columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
-    positions = np.asarray(columns["position"])
-    starts = np.flatnonzero(np.diff(positions, prepend=-1))
-    ends = np.append(starts[1:], len(positions))
-    for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
-        request = ImageRequest(
-            columns["image"][start], columns["file"][start], columns["offset"][start], columns["size"][start]
-        )
-        rows = [
-            _Row(
-                columns["row"][i],
-                columns["line"][i],
-                columns["captions"][i],
-                columns["dropped"][i],
-                columns["split"][i],
-            )
-            for i in range(start, end)
-        ]
-        yield _ImageRows(columns["position"][start], columns["source"][start], request, rows)
+    row_columns = [columns[name] for name in ("row", "line", "captions", "dropped", "split")]
+    rows = [_Row(*values) for values in zip(*row_columns, strict=True)]
+    places = [columns[name] for name in ("image", "file", "offset", "size")]
+    for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        request = ImageRequest(*(place[start] for place in places))
+        yield _ImageRows(columns["position"][start], columns["source"][start], request, rows[start:end])
 
 
 def _stored(data: bytes, facts: ImageFacts, resize: int | None, max_pixels: int) -> tuple[bytes, ImageFacts]:
@@ -348,9 +335,3 @@ def _key_in_place(request: ImageRequest, file: str) -> str:
     inside = request.image.partition(file.rpartition("/")[2] + "/")[2]
     folder, slash, base = inside.rpartition("/")
     return folder + slash + (base.rpartition(".")[0] or base)
-
-
-def _table(rows: list[tuple[Any, ...]], schema: pa.Schema) -> pa.Table:
-    columns: list[Any] = list(zip(*rows, strict=True)) if rows else [()] * len(schema)
-    arrays = [pa.array(column, kind) for column, kind in zip(columns, schema.types, strict=True)]
-    return pa.Table.from_arrays(arrays, schema=schema)

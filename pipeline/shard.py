@@ -82,8 +82,8 @@ class ShardConfig:
                 raise InputError(f"{name} {value}: at least 1")
         if self.holdout is not None and (self.holdout <= 0 or (self.holdout > 1 and self.holdout % 1)):
             raise InputError(f"--holdout {self.holdout:g}: a share between 0 and 1, or a whole number of pictures")
-        if self.seed < 0:
-            raise InputError(f"--seed {self.seed}: not below 0")
+        if not 0 <= self.seed < 1 << 63:
+            raise InputError(f"--seed {self.seed}: from 0 to 2^63 - 1")
         if self.verify and not self.in_place:
             raise InputError("--verify goes with --in-place; without it every image is decoded anyway")
         if self.in_place and (self.resize is not None or self.shards is not None):

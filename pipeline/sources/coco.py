@@ -9,12 +9,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.packing import BATCH_ROWS, TablePacker
 from fnpipe.pipeline.sources.files import open_text, parent
 from fnpipe.pipeline.sources.jsonstream import JsonStream
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
-
-_BATCH = 65_536
 
 
 def read_coco(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) -> None:
@@ -42,8 +41,8 @@ class _Document:
         self._split = how.split
         self._rows = rows
         self._keys: list[str] = []
-        self._images = _Columns("id", "file")
-        self._annotations = _Columns("image_id", "caption", "id")
+        self._images = TablePacker(_texts("id", "file"))
+        self._annotations = TablePacker(_texts("image_id", "caption", "id"))
         self._sentences = False
 
     def read(self, key: str, stream: JsonStream) -> None:
@@ -64,16 +63,16 @@ class _Document:
             self._add_karpathy(entry)
         else:
             # An id is compared as JSON writes it, so that the text "5" is not the number 5.
-            self._images.add(json.dumps(entry.get("id")), json.dumps(entry.get(self._image)))
+            self._images.add((json.dumps(entry.get("id")), json.dumps(entry.get(self._image))))
 
     def _read_annotation(self, entry: Any) -> None:
         if not isinstance(entry, dict):
-            self._annotations.add(None, json.dumps(entry)[:60], None)
+            self._annotations.add((None, json.dumps(entry)[:60], None))
         else:
             image = json.dumps(entry["image_id"]) if "image_id" in entry else None
             caption = entry.get(self._caption, MISSING)
             self._annotations.add(
-                image, None if caption is MISSING else json.dumps(caption), json.dumps(entry.get("id"))
+                (image, None if caption is MISSING else json.dumps(caption), json.dumps(entry.get("id")))
             )
 
     def _add_karpathy(self, entry: dict[str, Any]) -> None:
@@ -104,9 +103,9 @@ class _Document:
         self._refuse_repeated_ids(images["id"])
         ids = images["id"].combine_chunks()
         found = pc.index_in(annotations["image_id"], value_set=ids)
-        for start in range(0, len(annotations), _BATCH):
-            part = annotations.slice(start, _BATCH)
-            where = found.slice(start, _BATCH)
+        for start in range(0, len(annotations), BATCH_ROWS):
+            part = annotations.slice(start, BATCH_ROWS)
+            where = found.slice(start, BATCH_ROWS)
             files = pc.take(images["file"], where)
             self._add_annotations(part, where.to_pylist(), files.to_pylist())
         self._rows.require_fields(self._path, self._image, self._caption)
@@ -136,25 +135,5 @@ class _Document:
             )
 
 
-class _Columns:
-    """Columns of text that grow row by row and are packed into Arrow every few thousand rows."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-        self._rows: list[tuple[str | None, ...]] = []
-        self._tables: list[pa.Table] = []
-
-    def add(self, *values: str | None) -> None:
-        self._rows.append(values)
-        if len(self._rows) >= _BATCH:
-            self._pack()
-
-    def table(self) -> pa.Table:
-        self._pack()
-        return pa.concat_tables(self._tables)
-
-    def _pack(self) -> None:
-        columns = zip(*self._rows, strict=True) if self._rows else ((),) * len(self._names)
-        arrays = [pa.array(column, pa.large_string()) for column in columns]
-        self._tables.append(pa.Table.from_arrays(arrays, list(self._names)))
-        self._rows = []
+def _texts(*names: str) -> pa.Schema:
+    return pa.schema([(name, pa.large_string()) for name in names])

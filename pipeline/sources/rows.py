@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.packing import TablePacker
 
 # ``image`` is the path as in the source. Where ``file`` is WHOLE_FILE it leads to the bytes; otherwise they lie in the
 # source's file of that number, at ``offset``. A row with a ``reason`` is quarantined before any image is opened.
@@ -31,12 +32,14 @@ ROWS_SCHEMA = pa.schema(
     ]
 )
 
+# Source and row number are filled in when all rows are there.
+_OWN_COLUMNS = pa.schema(list(ROWS_SCHEMA)[2:])
+
 WHOLE_FILE = -1
 
 MISSING: Final = object()
 """Stands for a field that an entry does not have, as opposed to one that is null."""
 
-_BATCH_ROWS = 65_536
 # What a text decoder leaves of a byte that is not UTF-8 ("surrogateescape").
 _UNDECODABLE = re.compile("[\udc80-\udcff]")
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -53,8 +56,7 @@ class RowBuilder:
 
     def __init__(self, source: int) -> None:
         self._source = source
-        self._rows: list[_Row] = []
-        self._batches: list[pa.RecordBatch] = []
+        self._packer = _RowPacker(_OWN_COLUMNS)
         self._without_caption = 0
         self._without_image = 0
         self._total = 0
@@ -97,26 +99,21 @@ class RowBuilder:
 
     def add_table(self, table: pa.Table) -> None:
         """Add rows in the form of ``ROWS_SCHEMA``; source and row numbers are filled in here."""
-        self._flush()
-        for batch in table.cast(ROWS_SCHEMA).to_batches():
-            self._batches.append(batch)
-            self._total += len(batch)
+        self._packer.pack()
+        self._packer.batches += table.select(_OWN_COLUMNS.names).cast(_OWN_COLUMNS).to_batches()
+        self._total += len(table)
 
     def table(self) -> pa.Table:
         """All rows in the order they were added, numbered from 0."""
-        self._flush()
-        table = pa.Table.from_batches(self._batches, ROWS_SCHEMA)
-        self._batches = []
+        table = self._packer.table()
         numbers = pa.array(np.arange(len(table), dtype=np.int64))
         sources = pa.array(np.full(len(table), self._source, np.int16))
-        return table.set_column(0, ROWS_SCHEMA.field("source"), sources).set_column(
-            1, ROWS_SCHEMA.field("row"), numbers
-        )
+        return pa.Table.from_arrays([sources, numbers, *table.columns], schema=ROWS_SCHEMA)
 
     def image_paths(self) -> Iterator[str]:
         """The image path of every row so far, with detours such as ``./`` taken out."""
-        self._flush()
-        for batch in self._batches:
+        self._packer.pack()
+        for batch in self._packer.batches:
             for path in batch.column("image").drop_null().to_pylist():
                 yield posixpath.normpath(path)
 
@@ -135,28 +132,18 @@ class RowBuilder:
                 raise InputError(f"{where}: no field {field!r} (it has {has}); name it with {flag}")
 
     def _append(self, row: _Row) -> None:
-        self._rows.append(row)
+        self._packer.add(row)
         self._total += 1
-        if len(self._rows) >= _BATCH_ROWS:
-            self._flush()
 
-    def _flush(self) -> None:
-        if not self._rows:
-            return
+
+class _RowPacker(TablePacker):
+    """Packs rows whose texts may hold what UTF-8 cannot."""
+
+    def encode(self, rows: list[_Row]) -> pa.RecordBatch:
         try:
-            batch = _record_batch(self._rows)
+            return super().encode(rows)
         except UnicodeEncodeError:
-            batch = _record_batch([_encodable(row) for row in self._rows])
-        self._batches.append(batch)
-        self._rows = []
-
-
-def _record_batch(rows: list[_Row]) -> pa.RecordBatch:
-    columns = list(zip(*rows, strict=True))
-    fields = list(ROWS_SCHEMA)[2:]
-    arrays = [pa.array(column, field.type) for column, field in zip(columns, fields, strict=True)]
-    zeros = np.zeros(len(rows), np.int64)
-    return pa.RecordBatch.from_arrays([pa.array(zeros.astype(np.int16)), pa.array(zeros), *arrays], schema=ROWS_SCHEMA)
+            return super().encode([_encodable(row) for row in rows])
 
 
 def _texts(caption: Any) -> tuple[list[str], int, str, str]:

@@ -16,3 +16,8 @@ def compiled(loop: Loop) -> Loop:
     No fast-math: a comparison of similarities must mean the same in every loop and on every machine.
     """
     return cast(Loop, numba.njit(cache=True, nogil=True)(loop))
+
+
+def compiled_sum(loop: Loop) -> Loop:
+    """As `compiled`, for a loop that adds up products: the order of the additions is left to the compiler."""
+    return cast(Loop, numba.njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})(loop))

@@ -7,13 +7,33 @@ image with pair_ids, ``t2i`` one row per pair with image_ids. Best first; -1 pad
 
 from __future__ import annotations
 
+import json
+import os
+import shutil
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from fnpipe.mining.exact import exact_nearest
+from fnpipe.mining.ivf import (
+    TRAINING_ROWS_PER_CELL,
+    InvertedLists,
+    assign_cells,
+    cell_count,
+    fill_lists,
+    list_bytes,
+    one_thread_per_product,
+    probes_for_recall,
+    search_bytes,
+    search_lists,
+    train_cells,
+)
 from fnpipe.mining.members import Members, read_members
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings, Rows
@@ -102,9 +122,19 @@ class Side:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Members ``start .. stop - 1`` as (n, d) float32."""
-        return self.rows.take(self.ids[start:stop])
+    def halves(self, start: int, stop: int) -> np.ndarray:
+        """Members ``start .. stop - 1`` as (n, d) float16."""
+        ids = self.ids[start:stop]
+        first, last = int(ids[0]), int(ids[-1])
+        if last - first >= _SPARSE * len(ids):
+            return self.rows.take(ids).astype(np.float16)
+        span = self.rows.slice(first, last + 1)
+        return span if len(span) == len(ids) else span[ids - first]
+
+    def floats(self, start: int, stop: int) -> np.ndarray:
+        """Members ``start .. stop - 1`` as (n, d) float32; torch converts many times faster than numpy."""
+        floats: np.ndarray = torch.from_numpy(self.halves(start, stop)).float().numpy()
+        return floats
 
 
 def sides(embeddings: Embeddings, members: Members) -> dict[str, tuple[Side, Side]]:
@@ -114,11 +144,36 @@ def sides(embeddings: Embeddings, members: Members) -> dict[str, tuple[Side, Sid
     return {"i2t": (images, texts), "t2i": (texts, images)}
 
 
-# Searches queries start .. stop - 1: row numbers and similarities of candidates, (n, k), padded with -1 and -inf.
-Search = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+# Members further apart than this on average are read one by one.
+_SPARSE = 8
 
-# Queries whose lists are written at a time; a killed run loses at most one such block.
-_BLOCK = 32768
+# Up to this many candidates, exact search is as quick as building an index.
+_EXACT_ROWS = 50_000
+
+# Queries whose lists are written at a time; a killed run loses the blocks in work. An inverted list is multiplied with
+# all queries of a block that probe it, so there the blocks are large, yet several for every core.
+_EXACT_BLOCK = 32_768
+_IVF_BLOCK_LEAST, _IVF_BLOCK_MOST = 16_384, 131_072
+
+# The share of the true 10 nearest that probed cells must hold, measured on so many random queries.
+_PROBED_RECALL = 0.96
+_PROBE_SAMPLE = 1000
+
+
+@dataclass(frozen=True)
+class Search:
+    """A way to search one direction.
+
+    Attributes:
+        find: searches queries ``start .. stop - 1``: row numbers and similarities of candidates, (n, k), -1 and -inf
+            pads. block: queries to give it at a time. workers: calls that may run side by side.
+        facts: what ``meta.json`` says about it.
+    """
+
+    find: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
+    block: int
+    workers: int
+    facts: dict[str, int]
 
 
 def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
@@ -130,44 +185,124 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
         InputError: no embeddings, several and no name, or a graph begun with other parameters.
     """
     embeddings = Embeddings.open(workspace, config.embeddings)
-    members = read_members(workspace, embeddings)
     stage = workspace.stage(f"graph/{embeddings.name}")
-    index = "exact"
+    members = read_members(workspace, embeddings)
+    index = choose_index(config.index, len(members.pair_ids))
     params = {"k": config.k, "index": index, "recall_check": config.recall_check, "seed": config.seed}
     inputs = {"pairs": workspace.digest, embeddings.stage.name: embeddings.stage.digest}
     if stage.begin(params, inputs, overwrite=config.overwrite):
         for direction, (queries, candidates) in sides(embeddings, members).items():
-            _write_direction(stage, direction, queries, candidates, config)
+            _write_direction(stage, direction, queries, candidates, config, index)
+        searched = {direction: _read_facts(stage.path, direction) for direction in DIRECTIONS}
         recall = _check_recall(stage.path, embeddings, members, config)
         outputs = [path.name for direction in DIRECTIONS for path in _paths(stage.path, direction)]
-        stage.finish(outputs, recall=recall, images=len(members.images), pairs=len(members.pair_ids))
-        _remove_blocks(stage.path)
+        counts = {"images": len(members.images), "pairs": len(members.pair_ids)}
+        stage.finish(outputs, recall=recall, searched=searched, **counts)
+    shutil.rmtree(stage.path / "blocks", ignore_errors=True)
     meta = stage.require()
     return GraphSummary(embeddings.name, index, config.k, meta["images"], meta["pairs"], meta["recall"])
 
 
-def _write_direction(stage: Stage, direction: str, queries: Side, candidates: Side, config: GraphConfig) -> None:
+def choose_index(index: str, pairs: int) -> str:
+    """What ``auto`` stands for: ``exact`` up to 50,000 pairs, ``ivf`` above."""
+    if index != "auto":
+        return index
+    return "exact" if pairs <= _EXACT_ROWS else "ivf"
+
+
+def _write_direction(
+    stage: Stage, direction: str, queries: Side, candidates: Side, config: GraphConfig, index: str
+) -> None:
     if _paths(stage.path, direction)[1].exists():
         return
-    search = _exact_search(queries, candidates, config.k)
-    with progress(f"graph {direction}", len(queries), "rows") as advance:
-        for start in range(0, len(queries), _BLOCK):
-            stop = min(start + _BLOCK, len(queries))
-            ids_path, sims_path = _block_paths(stage.path, direction, start)
-            if not sims_path.exists():
-                found, sims = search(start, stop)
-                atomic.write_array(ids_path, np.where(found < 0, -1, candidates.ids[found]))
-                atomic.write_array(sims_path, sims.astype(np.float16))
-            advance(stop - start)
-    _join_blocks(stage.path, direction, queries, config.k)
+    block = _EXACT_BLOCK if index == "exact" else _ivf_block(len(queries))
+    starts = range(0, len(queries), block)
+    waiting = [start for start in starts if not _block_paths(stage.path, direction, start)[1].exists()]
+    if waiting:
+        print(f"graph {direction}: {_memory(queries, candidates, config.k, index)}", file=sys.stderr)
+        make = _exact_search if index == "exact" else _ivf_search
+        search = make(queries, candidates, config)
+        atomic.write_json(_facts_path(stage.path, direction), search.facts)
+        _write_blocks(stage.path, direction, queries, candidates, search, waiting)
+    _join_blocks(stage.path, direction, queries, config.k, block)
 
 
-def _exact_search(queries: Side, candidates: Side, k: int) -> Search:
-    def search(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+def _write_blocks(
+    directory: Path, direction: str, queries: Side, candidates: Side, search: Search, starts: list[int]
+) -> None:
+    def write(start: int) -> None:
+        stop = min(start + search.block, len(queries))
+        found, sims = search.find(start, stop)
+        ids_path, sims_path = _block_paths(directory, direction, start)
+        atomic.write_array(ids_path, np.where(found < 0, -1, candidates.ids[found]))
+        # Last, because it marks the block as written.
+        atomic.write_array(sims_path, sims.astype(np.float16))
+        advance(stop - start)
+
+    left = sum(min(search.block, len(queries) - start) for start in starts)
+    with (
+        progress(f"graph {direction}", left, "rows") as advance,
+        one_thread_per_product() if search.workers > 1 else nullcontext(),
+        ThreadPoolExecutor(search.workers) as pool,
+    ):
+        list(pool.map(write, starts))
+
+
+def _exact_search(queries: Side, candidates: Side, config: GraphConfig) -> Search:
+    def find(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         owners = queries.owners[start:stop]
-        return exact_nearest(queries.read(start, stop), owners, candidates.read, candidates.owners, k)
+        return exact_nearest(queries.floats(start, stop), owners, candidates.floats, candidates.owners, config.k)
 
-    return search
+    return Search(find, _EXACT_BLOCK, 1, {})
+
+
+def _ivf_search(queries: Side, candidates: Side, config: GraphConfig) -> Search:
+    cells = cell_count(len(candidates))
+    rng = np.random.default_rng([config.seed, len(candidates)])
+    size = min(len(candidates), cells * TRAINING_ROWS_PER_CELL)
+    sample = np.sort(rng.choice(len(candidates), size, replace=False))
+    trained = train_cells(candidates.rows.take(candidates.ids[sample]), cells, config.seed)
+    assigned = assign_cells(trained, candidates.halves, len(candidates))
+    lists = fill_lists(trained, assigned, candidates.owners, candidates.halves)
+    probes = _probes(lists, queries, candidates, rng)
+
+    def find(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        owners = queries.owners[start:stop]
+        return search_lists(lists, queries.halves(start, stop), owners, probes=probes, k=config.k)
+
+    facts = {"cells": cells, "probes": probes}
+    return Search(find, _ivf_block(len(queries)), os.cpu_count() or 1, facts)
+
+
+def _ivf_block(queries: int) -> int:
+    return int(np.clip(-(-queries // 8), _IVF_BLOCK_LEAST, _IVF_BLOCK_MOST))
+
+
+def _probes(lists: InvertedLists, queries: Side, candidates: Side, rng: np.random.Generator) -> int:
+    rows = np.sort(rng.choice(len(queries), min(_PROBE_SAMPLE, len(queries)), replace=False))
+    vectors = queries.rows.take(queries.ids[rows])
+    true_rows, _ = exact_nearest(vectors, queries.owners[rows], candidates.floats, candidates.owners, 10)
+    return probes_for_recall(lists, vectors, true_rows, _PROBED_RECALL)
+
+
+def _memory(queries: Side, candidates: Side, k: int, index: str) -> str:
+    """One line on what the search will take, beside the mapped embeddings."""
+    width = candidates.rows.width
+    if index == "exact":
+        size = min(_EXACT_BLOCK, len(queries)) * (6 * width + 12 * k) + (1 << 27)
+    else:
+        workers, block = os.cpu_count() or 1, _ivf_block(len(queries))
+        size = list_bytes(len(candidates), width) + workers * search_bytes(block, width, k)
+    return f"{index} search among {len(candidates):,} candidates, about {size / 2**30:.1f} GiB of memory"
+
+
+def _facts_path(directory: Path, direction: str) -> Path:
+    return directory / "blocks" / f"{direction}.json"
+
+
+def _read_facts(directory: Path, direction: str) -> dict[str, int]:
+    facts: dict[str, int] = json.loads(_facts_path(directory, direction).read_bytes())
+    return facts
 
 
 def _block_paths(directory: Path, direction: str, start: int) -> tuple[Path, Path]:
@@ -175,22 +310,15 @@ def _block_paths(directory: Path, direction: str, start: int) -> tuple[Path, Pat
     return blocks / f"{direction}-{start:010d}.ids.npy", blocks / f"{direction}-{start:010d}.sims.npy"
 
 
-def _join_blocks(directory: Path, direction: str, queries: Side, k: int) -> None:
+def _join_blocks(directory: Path, direction: str, queries: Side, k: int, block: int) -> None:
     """Put the blocks of the members into the rows of all; the similarities come last and mark the direction done."""
     for part, dtype, pad in ((0, np.int64, -1), (1, np.float16, -np.inf)):
         with atomic.replacing(_paths(directory, direction)[part]) as temporary:
             out = np.lib.format.open_memmap(temporary, "w+", dtype, (len(queries.rows), k))
             out[:] = pad
-            for start in range(0, len(queries), _BLOCK):
-                out[queries.ids[start : start + _BLOCK]] = np.load(_block_paths(directory, direction, start)[part])
+            for start in range(0, len(queries), block):
+                out[queries.ids[start : start + block]] = np.load(_block_paths(directory, direction, start)[part])
             out.flush()
-
-
-def _remove_blocks(directory: Path) -> None:
-    blocks = directory / "blocks"
-    for path in sorted(blocks.glob("*.npy")):
-        path.unlink()
-    blocks.rmdir()
 
 
 def _check_recall(directory: Path, embeddings: Embeddings, members: Members, config: GraphConfig) -> dict[str, float]:
@@ -202,7 +330,7 @@ def _check_recall(directory: Path, embeddings: Embeddings, members: Members, con
             continue
         rows = np.sort(np.random.default_rng(config.seed).choice(len(queries), count, replace=False))
         exact, _ = exact_nearest(
-            queries.rows.take(queries.ids[rows]), queries.owners[rows], candidates.read, candidates.owners, config.k
+            queries.rows.take(queries.ids[rows]), queries.owners[rows], candidates.floats, candidates.owners, config.k
         )
         true_ids = np.where(exact < 0, -1, candidates.ids[exact])
         ids = np.load(_paths(directory, direction)[0], mmap_mode="r")[queries.ids[rows]]

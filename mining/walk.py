@@ -209,7 +209,8 @@ def _dot(a: np.ndarray, b: np.ndarray) -> np.float32:
     total = np.int32(0)
     for d in range(len(a)):
         total += np.int32(a[d]) * np.int32(b[d])
-    return np.float32(total)
+    product: np.float32 = np.float32(total)
+    return product
 
 
 @compiled

@@ -1,0 +1,252 @@
+"""Approximate nearest rows: inverted lists, scanned by blocked bfloat16 products, re-ranked in float32.
+
+The rows are sorted into the cells of a spherical k-means of the mean-centred rows (the gap between the modalities
+would otherwise swamp the directions that tell rows apart). A query probes the cells closest to it. All queries of a
+block that probe a cell are multiplied with the cell's rows at once, which is where the speed comes from: a vector at a
+time, the same scan is bound by memory. How many cells to probe is measured on a sample of queries, not guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fnpipe.mining.bfloat16 import empty_short_lists, padded, push_bits, rerank, to_bfloat16
+from fnpipe.mining.compiled import compiled
+
+ReadRows = Callable[[int, int], np.ndarray]
+
+# Per cell; k-means on more rows moves recall by less than the choice of the seed does.
+TRAINING_ROWS_PER_CELL = 48
+_TRAINING_ROUNDS = 6
+_READ_ROWS = 1 << 14
+_ROUTE_ROWS = 2048
+# Rows of a cell, and queries that probe it, multiplied at a time: 8 MiB of scores at most.
+_SCAN_ROWS = 4096
+_SCAN_QUERIES = 1024
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A partition of the space: (cells, d) float32 directions, and the (d,) float32 mean they start from."""
+
+    mean: np.ndarray
+    directions: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.directions)
+
+
+@dataclass(frozen=True)
+class InvertedLists:
+    """Rows sorted by cell.
+
+    Attributes:
+        starts: (cells + 1,) int64; cell ``c`` holds places ``starts[c] .. starts[c + 1] - 1``.
+        rows: (n,) int64, the row number at each place. owners: (n,) int64, its owner.
+        halves: (n, d) float16, the rows themselves, by place.
+    """
+
+    cells: Cells
+    starts: np.ndarray
+    rows: np.ndarray
+    owners: np.ndarray
+    halves: np.ndarray
+
+
+def list_bytes(rows: int, width: int) -> int:
+    """What inverted lists of so many rows take, training included."""
+    cells = cell_count(rows)
+    training = min(rows, cells * TRAINING_ROWS_PER_CELL) * width * 8
+    return rows * (2 * width + 24) + cells * width * 4 + training
+
+
+def search_bytes(queries: int, width: int, k: int, probes: int = 64) -> int:
+    """What one block of queries takes while it is searched."""
+    return queries * (4 * width + 6 * short_list_length(k) + 12 * k + 12 * probes)
+
+
+@contextmanager
+def one_thread_per_product() -> Iterator[None]:
+    """Products inside run on the calling thread: the threads of a pool share the cores among themselves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def cell_count(rows: int) -> int:
+    """How many cells: a power of two near 3 sqrt(rows), from 1 to 8,192, with 16 rows each at least.
+
+    More cells would cost more to route to than they save in the scan.
+    """
+    wanted = min(3 * np.sqrt(max(rows, 1)), max(1, rows / 16), 8192)
+    return int(2 ** np.round(np.log2(wanted)))
+
+
+def train_cells(sample: np.ndarray, count: int, seed: int) -> Cells:
+    """Spherical k-means.
+
+    Args:
+        sample: (s, d) float32 rows, s >= count.
+    """
+    rng = np.random.default_rng(seed)
+    mean = sample.mean(axis=0)
+    centred = torch.from_numpy(sample - mean)
+    torch.nn.functional.normalize(centred, dim=1, out=centred)
+    directions = centred[torch.from_numpy(rng.choice(len(sample), count, replace=False))]
+    for _ in range(_TRAINING_ROUNDS):
+        nearest = torch.from_numpy(_nearest_cells(centred.bfloat16(), directions.bfloat16(), 1)[:, 0].astype(np.int64))
+        sums = torch.zeros_like(directions).index_add_(0, nearest, centred)
+        empty = torch.nonzero(torch.bincount(nearest, minlength=count) == 0)[:, 0]
+        sums[empty] = centred[torch.from_numpy(rng.integers(0, len(sample), len(empty)))]
+        directions = torch.nn.functional.normalize(sums, dim=1)
+    return Cells(mean, directions.numpy())
+
+
+def _nearest_cells(rows: torch.Tensor, directions: torch.Tensor, count: int) -> np.ndarray:
+    """The ``count`` cells of highest product for every row, on all cores; as `_route`."""
+    with one_thread_per_product(), ThreadPoolExecutor() as pool:
+        starts = range(0, len(rows), _ROUTE_ROWS)
+        return np.concatenate(
+            list(pool.map(lambda start: _route(rows[start : start + _ROUTE_ROWS], directions, count), starts))
+        )
+
+
+def _route(rows: torch.Tensor, directions: torch.Tensor, count: int) -> np.ndarray:
+    """The ``count`` cells of highest bfloat16 product for every row, (n, count) int32, in no order, -1 pads."""
+    scores = torch.mm(rows, directions.T).view(torch.int16).numpy()
+    keys, cells = empty_short_lists(len(rows), count)
+    number, nobody = np.arange(len(rows)), np.full(len(directions), -1, np.int64)
+    push_bits(scores, number, 0, number, nobody, keys, cells)
+    return cells
+
+
+def assign_cells(cells: Cells, read_halves: ReadRows, count: int) -> np.ndarray:
+    """The cell of every row, (count,) int32; ``read_halves(start, stop)`` gives rows as (n, d) float16."""
+    directions, mean = torch.from_numpy(cells.directions).bfloat16(), torch.from_numpy(cells.mean)
+    assigned = np.empty(count, np.int32)
+    for start in range(0, count, 8 * _READ_ROWS):
+        stop = min(start + 8 * _READ_ROWS, count)
+        rows = torch.from_numpy(read_halves(start, stop)).float().sub_(mean).bfloat16()
+        assigned[start:stop] = _nearest_cells(rows, directions, 1)[:, 0]
+    return assigned
+
+
+def fill_lists(cells: Cells, assigned: np.ndarray, owners: np.ndarray, read_halves: ReadRows) -> InvertedLists:
+    """Sort the rows by their ``assigned`` cell."""
+    count, width = len(assigned), cells.directions.shape[1]
+    rows = np.argsort(assigned, kind="stable")
+    place = np.empty(count, np.int64)
+    place[rows] = np.arange(count)
+    starts = np.searchsorted(assigned[rows], np.arange(len(cells) + 1)).astype(np.int64)
+    halves = np.empty((count, width), np.float16)
+    for start in range(0, count, _READ_ROWS):
+        stop = min(start + _READ_ROWS, count)
+        halves[place[start:stop]] = read_halves(start, stop)
+    return InvertedLists(cells, starts, rows, owners[rows], halves)
+
+
+def probes_for_recall(lists: InvertedLists, queries: np.ndarray, true_rows: np.ndarray, recall: float) -> int:
+    """The fewest cells to probe so that the share ``recall`` of the true neighbours lies in a probed cell.
+
+    Args:
+        queries: (q, d) float32. true_rows: (q, k) int64 row numbers, -1 pads.
+    """
+    cell_of_row = np.empty(len(lists.rows), np.int64)
+    cell_of_row[lists.rows] = np.repeat(np.arange(len(lists.cells)), np.diff(lists.starts))
+    ranks = []
+    for query, true in zip(queries, true_rows, strict=True):
+        closeness = lists.cells.directions @ query
+        ascending = np.sort(closeness)
+        reached = closeness[cell_of_row[true[true >= 0]]]
+        ranks.append(len(ascending) - np.searchsorted(ascending, reached, side="right"))
+    every = np.sort(np.concatenate(ranks))
+    if not len(every):
+        return 1
+    return int(every[max(0, int(np.ceil(recall * len(every))) - 1)]) + 1
+
+
+def search_lists(
+    lists: InvertedLists, halves: np.ndarray, query_owners: np.ndarray, *, probes: int, k: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The most similar rows of a block of queries, on the calling thread.
+
+    Args:
+        halves: (q, d) float16 queries. query_owners: (q,) int64; rows of the query's own owner never appear.
+        probes: cells scanned per query.
+
+    Returns:
+        Row numbers (q, k) int64, best first, -1 pads; similarities (q, k) float32, -inf pads.
+    """
+    rows, sims = np.empty((len(halves), k), np.int64), np.empty((len(halves), k), np.float32)
+    keys, places = empty_short_lists(len(halves), short_list_length(k))
+    _scan(lists, to_bfloat16(halves), query_owners, probes, keys, places)
+    bits = lists.halves.view(np.uint16)
+    for start in range(0, len(halves), _READ_ROWS):
+        block = slice(start, start + _READ_ROWS)
+        queries = torch.from_numpy(halves[block]).float().numpy()
+        rerank(queries, bits, lists.rows, places[block], k, rows[block], sims[block])
+    return rows, sims
+
+
+def short_list_length(k: int) -> int:
+    """How many candidates are kept by their rounded scores for each list of k."""
+    return max(k + k // 2, k + 16)
+
+
+def _scan(
+    lists: InvertedLists,
+    queries: torch.Tensor,
+    query_owners: np.ndarray,
+    probes: int,
+    keys: np.ndarray,
+    places: np.ndarray,
+) -> None:
+    """Offer every query the rows of the cells it probes."""
+    directions = torch.from_numpy(lists.cells.directions).bfloat16()
+    probed = np.concatenate(
+        [_route(queries[s : s + _ROUTE_ROWS], directions, probes) for s in range(0, len(queries), _ROUTE_ROWS)]
+    )
+    starts, probing = _queries_by_cell(probed, len(lists.cells))
+    borders = lists.starts.tolist()
+    for cell in range(len(lists.cells)):
+        mine = probing[starts[cell] : starts[cell + 1]]
+        if not len(mine):
+            continue
+        # Padded with queries that are not pushed, and with rows of the next cells.
+        block = queries[torch.from_numpy(np.resize(mine, padded(len(mine))))]
+        for first in range(borders[cell], borders[cell + 1], _SCAN_ROWS):
+            stop = min(first + _SCAN_ROWS, borders[cell + 1])
+            rows = to_bfloat16(lists.halves[first : first + padded(stop - first)])
+            owners = lists.owners[first:stop]
+            for q in range(0, len(mine), _SCAN_QUERIES):
+                scores = torch.mm(block[q : q + _SCAN_QUERIES], rows.T).view(torch.int16).numpy()
+                push_bits(scores, mine[q : q + _SCAN_QUERIES], first, query_owners, owners, keys, places)
+
+
+@compiled
+def _queries_by_cell(probed: np.ndarray, cells: int) -> tuple[np.ndarray, np.ndarray]:
+    """Turn cells by query into queries by cell: (cells + 1,) starts, and the queries, ascending inside a cell."""
+    starts = np.zeros(cells + 1, np.int64)
+    for query in range(len(probed)):
+        for cell in probed[query]:
+            if cell >= 0:
+                starts[cell + 1] += 1
+    for cell in range(cells):
+        starts[cell + 1] += starts[cell]
+    fill = starts[:-1].copy()
+    queries = np.empty(starts[-1], np.int64)
+    for query in range(len(probed)):
+        for cell in probed[query]:
+            if cell >= 0:
+                queries[fill[cell]] = query
+                fill[cell] += 1
+    return starts, queries

@@ -1,0 +1,82 @@
+"""The demo, small: the whole chain, what it leaves and what it says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+from fnpipe.cli.app import run
+from fnpipe.cli.demo import DemoConfig, run_demo
+from fnpipe.pipeline.errors import InputError
+
+SMALL = DemoConfig(scenes=360, holdout=104, batch_size=16, search_space=128, epochs=2, candidates=4)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, list[str]]:
+    root = tmp_path_factory.mktemp("demo") / "out"
+    lines: list[str] = []
+    return root, run_demo(root, SMALL, lines.append), lines
+
+
+def test_the_demo_runs_every_stage_and_names_it(finished: tuple[Path, dict, list[str]]):
+    _, summary, lines = finished
+    stages = ["draw", "shard", "embed", "build-graph", "group", "mine-connections"]
+    stages += ["train albef", "train grit", "train mafa", "evaluate", "report"]
+    assert list(summary["stages"]) == stages
+    assert [line[:17].strip() for line in lines] == stages
+    assert summary["stages"]["shard"]["splits"] == {"train": 256, "test": 104}
+    assert summary["stages"]["train mafa"]["steps"] == 2 * 256 // 16
+
+
+def test_grit_batches_meet_more_false_negatives_than_random_ones(finished: tuple[Path, dict, list[str]]):
+    shares = finished[1]["false_negatives"]
+    assert shares["grit-128"] > shares["random"]
+
+
+def test_mined_positives_are_true_far_more_often_than_what_was_judged(finished: tuple[Path, dict, list[str]]):
+    root, summary, _ = finished
+    mined, stage = summary["mined"], summary["stages"]["mine-connections"]
+    assert mined["positives"] > 0
+    assert mined["precision"] > 5 * stage["true"] / stage["judged"]
+    edges = pq.read_table(root / "edges" / "itm" / "part-00000.parquet")
+    assert edges["label"].to_pylist().count("positive") == mined["positives"]
+
+
+def test_evaluation_covers_the_start_and_every_method_in_percent(finished: tuple[Path, dict, list[str]]):
+    retrieval = finished[1]["retrieval"]
+    assert list(retrieval) == ["start", "albef", "grit", "mafa"]
+    for figures in retrieval.values():
+        assert set(figures) == {"dual_r1", "dual_map_at_r", "itm_r1", "itm_map_at_r"}
+        assert all(5 < value <= 100 for value in figures.values())
+
+
+def test_running_a_finished_demo_again_changes_nothing(finished: tuple[Path, dict, list[str]]):
+    root, first, _ = finished
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*.parquet")}
+    again = run_demo(root, SMALL)
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*.parquet")} == before
+    assert again["retrieval"] == first["retrieval"]
+    assert again["mined"] == first["mined"]
+
+
+def test_the_report_shows_what_was_found(finished: tuple[Path, dict, list[str]]):
+    root, summary, _ = finished
+    assert summary["stages"]["report"]["shown"] > 0
+    assert "data:image/webp;base64," in (root / "report.html").read_text()
+
+
+def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "thesis.tex").write_text("chapter 1")
+    with pytest.raises(InputError, match="give a new directory"):
+        run_demo(tmp_path, SMALL)
+    assert run(["demo", str(tmp_path)]) == 2
+    assert "give a new directory" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_the_summary_is_json(finished: tuple[Path, dict, list[str]]):
+    assert json.loads(json.dumps(finished[1]))["coverage"] > 0.3

@@ -15,6 +15,7 @@ from fnpipe.train.config import TrainConfig, describe_keys, make_config, read_va
 def resolved(config: TrainConfig, **facts: Any) -> TrainConfig:
     defaults: dict[str, Any] = {
         "architecture": "fnpipe-tiny",
+        "itc_loss": "softmax",
         "batches_per_epoch": 90,
         "batch_size": 64,
         "grouped": config.method_losses.grouped,
@@ -96,7 +97,14 @@ def test_without_a_held_out_split_nothing_is_evaluated():
 
 def test_resolving_leaves_nothing_open_but_the_inputs():
     left = {k for k, v in dataclasses.asdict(resolved(TrainConfig(method="mafa"))).items() if v is None}
-    assert left == {"init", "groups", "edges", "truth", "threads"}
+    assert left == {"init", "groups", "edges", "truth", "threads", "image_size", "fusion_layers"}
+
+
+def test_the_sigmoid_loss_has_no_smoothing_and_no_gathering():
+    assert resolved(TrainConfig(method="mafa"), itc_loss="sigmoid").smoothing == 0.0
+    for values in ({"smoothing": 0.5}, {"gather": True}, {"consistency": 0.2}):
+        with pytest.raises(InputError, match=f"{next(iter(values))} is .* sigmoid"):
+            resolved(TrainConfig(method="mafa", **values), itc_loss="sigmoid")
 
 
 def test_every_key_is_explained():

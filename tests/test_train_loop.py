@@ -326,8 +326,9 @@ def test_a_plan_or_edges_of_other_pairs_are_refused(make_workspace: MakeWorkspac
 
 
 def test_a_run_evaluates_keeps_its_best_weights_and_draws_its_losses(make_workspace: MakeWorkspace):
-    workspace = make_workspace(16, splits=["train"] * 12 + ["test"] * 4)
-    values = {**FAST, "method": "albef", "batch_size": 4, "evaluate_every": 1, "keep_every": 2, "tensorboard": True}
+    workspace = make_workspace(16, splits=["train"] * 12 + ["val"] * 4)
+    values = {**FAST, "method": "albef", "batch_size": 4, "keep_every": 2, "tensorboard": True}
+    values |= {"evaluate_every": 1, "evaluate_on": "val"}
     summary = train(workspace, values, run="r")
     directory = workspace.root / "runs/r"
     evaluations = read_metrics(directory, "evaluation")
@@ -338,6 +339,90 @@ def test_a_run_evaluates_keeps_its_best_weights_and_draws_its_losses(make_worksp
     assert (directory / "losses.png").stat().st_size > 1000
     assert summary["images_seen"] == 24
     assert not load_run(directory).training
+
+
+def test_the_test_split_never_chooses_the_weights(make_workspace: MakeWorkspace):
+    workspace = make_workspace(12, splits=["train"] * 8 + ["test"] * 4)
+    train(workspace, {**FAST, "method": "itc", "batch_size": 4, "evaluate_every": 1}, run="r")
+    assert len(read_metrics(workspace.root / "runs/r", "evaluation")) == 2
+    assert not (workspace.root / "runs/r/checkpoints/best.safetensors").exists()
+    assert equal(weights(workspace, "r", "best-or-last"), weights(workspace, "r", "last"))
+
+
+def test_averaged_weights_are_saved_for_use_and_resumed_exactly(make_workspace: MakeWorkspace):
+    workspace = make_workspace(4)
+    # One step an epoch, so that a checkpoint of every epoch is one of every step.
+    values = {**FAST, "method": "itc", "batch_size": 4, "epochs": 5, "keep_every": 1}
+    train(workspace, values, run="raw")
+    values["ema_decay"] = 0.2
+    train(workspace, values, run="whole")
+    with pytest.raises(Killed):
+        train(workspace, values, run="killed", after_step=kill_after(4))
+    train(workspace, values, run="killed")
+    assert equal(weights(workspace, "killed"), weights(workspace, "whole"))
+
+    torch.manual_seed(0)
+    mean = {k: v.double() for k, v in starting_model(workspace, None, None).state_dict().items()}
+    for step in range(1, 6):
+        decay = min(0.2, (1 + step) / (10 + step))
+        raw = weights(workspace, "raw", f"epoch-{step - 1:03d}")
+        mean = {k: decay * mean[k] + (1 - decay) * raw[k].double() for k in mean}
+    found = weights(workspace, "whole")
+    assert max(float((mean[k] - found[k].double()).abs().max()) for k in mean) < 1e-6
+    assert not equal(found, weights(workspace, "raw"))
+
+
+def test_recorded_pairs_that_are_doubted_are_left_out(mafa_workspace: Workspace):
+    with pytest.raises(InputError, match="--score-recorded"):
+        train(mafa_workspace, {**MAFA, "min_recorded_probability": 0.5}, run="r")
+    # Image 3's first caption is pair 6: it stands in batch 3. Batch 5 (images 5, 11, 17, 23) goes as a whole.
+    p = {6: 0.4, 10: 0.1, 22: 0.1, 34: 0.1, 46: 0.1, 8: 0.5, 0: float("nan")}
+    table = pa.table({"pair_id": list(p), "match_probability": pa.array(list(p.values()), pa.float32())})
+    atomic.write_table(mafa_workspace.root / "edges/made/recorded.parquet", table)
+    summary = train(mafa_workspace, {**MAFA, "min_recorded_probability": 0.5}, run="r")
+    assert summary["steps"] == 10
+    assert summary["images_seen"] == 2 * 19
+
+
+@pytest.mark.parametrize("method", ["albef", "mafa"])
+def test_every_method_trains_with_the_sigmoid_loss(mafa_workspace: Workspace, method: str):
+    train(mafa_workspace, {**FAST, "method": method, "epochs": 1, "itc_loss": "sigmoid", "batch_size": 4}, run="r")
+    assert read_run_config(mafa_workspace.root / "runs/r")["config"]["smoothing"] == 0.0
+    assert load_run(mafa_workspace.root / "runs/r").bias is not None
+
+
+@pytest.mark.parametrize(
+    "options", [{"precision": "bf16"}, {"grad_checkpointing": True}, {"consistency": 0.2}, {"workers": 1}]
+)
+def test_options_of_speed_and_memory_train_to_nearly_the_same(make_workspace: MakeWorkspace, options: dict[str, Any]):
+    workspace = make_workspace(8)
+    values = {**FAST, "method": "albef", "batch_size": 4, "epochs": 1}
+    train(workspace, values, run="plain")
+    train(workspace, {**values, **options}, run="other")
+    for a, b in zip(logged(workspace, "plain"), logged(workspace, "other"), strict=True):
+        assert b["itm"] == pytest.approx(a["itm"], abs=0.05)
+        assert b["mlm"] == pytest.approx(a["mlm"], abs=0.1)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_alike_and_save_the_same_names(make_workspace: MakeWorkspace):
+    workspace = make_workspace(8)
+    values = {**FAST, "method": "albef", "batch_size": 4, "epochs": 1}
+    train(workspace, values, run="plain")
+    train(workspace, {**values, "compile": True}, run="compiled")
+    assert weights(workspace, "plain").keys() == weights(workspace, "compiled").keys()
+    for a, b in zip(logged(workspace, "plain"), logged(workspace, "compiled"), strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-3)
+
+
+def test_a_failed_overwrite_leaves_the_old_run(make_workspace: MakeWorkspace):
+    workspace = make_workspace(8)
+    values = {**FAST, "method": "itc", "batch_size": 4, "epochs": 1}
+    train(workspace, values, run="r")
+    with pytest.raises(InputError):
+        train(workspace, {**values, "init": "run:none"}, run="r", overwrite=True)
+    assert read_run_config(workspace.root / "runs/r")["complete"]
+    train(workspace, {**values, "init": "run:r", "lr": 0.0}, run="r", overwrite=True)
 
 
 def test_a_run_starts_from_another_and_from_nothing_else_than_asked(make_workspace: MakeWorkspace):

@@ -105,6 +105,21 @@ class RandomBatches:
         return EpochPlan(starts, self.members.images[order], pair_ids[order])
 
 
+class WithoutPairs:
+    """The batches of another source without some pairs: smaller ones where they stood, none where only they stood."""
+
+    def __init__(self, source: BatchSource, left_out: np.ndarray) -> None:
+        self.source, self.left_out = source, left_out
+        self.batch_size, self.grouped = source.batch_size, source.grouped
+
+    def epoch(self, epoch: int) -> EpochPlan:
+        plan = self.source.epoch(epoch)
+        kept = ~self.left_out[plan.pair_ids]
+        sizes = np.add.reduceat(kept, plan.starts[:-1]) if len(plan) else np.empty(0, np.int64)
+        starts = np.concatenate([[0], np.cumsum(sizes[sizes > 0])]).astype(np.int64)
+        return EpochPlan(starts, plan.image_ids[kept], plan.pair_ids[kept])
+
+
 def share(n_batches: int, rank: int, world: int) -> range:
     """The batches of an epoch that ``rank`` takes: rank, rank + world, ...; as many for every rank.
 

@@ -45,27 +45,34 @@ def save_state(
     model: VLModel,
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
+    average: VLModel | None,
 ) -> None:
     """Write ``last.state`` and ``last.safetensors``.
 
     The state holds the weights as well: two files cannot be replaced in one step, and a run that was killed between the
-    two would otherwise go on with the weights of one moment and the optimiser of another.
+    two would otherwise go on with the weights of one moment and the optimiser of another. ``average``, where there is
+    one, is what stands in ``last.safetensors``.
     """
     state = {
         "position": asdict(position),
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
+        "average": None if average is None else average.state_dict(),
     }
     with atomic.replacing(directory / CHECKPOINTS / STATE) as temporary:
         torch.save(state, temporary)
-    save_weights(directory, "last", model)
+    save_weights(directory, "last", model if average is None else average)
 
 
 def load_state(
-    directory: Path, model: VLModel, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler
+    directory: Path,
+    model: VLModel,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler,
+    average: VLModel | None,
 ) -> Position:
-    """Put a run's model, optimiser and scaler back to its last checkpoint; the first position where there is none.
+    """Put a run back to its last checkpoint; the first position, and nothing changed, where there is none.
 
     Raises:
         InputError: the state is damaged, or of another model.
@@ -79,6 +86,8 @@ def load_state(
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
+        if average is not None:
+            average.load_state_dict(state["average"])
         return Position(**state["position"])
     except OSError:
         raise

@@ -50,6 +50,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "false_negatives": ("positive", "drop", "ignore"),
     "unscored": ("negative", "next"),
     "second": ("plain", "next-negative"),
+    "itc_loss": ("softmax", "sigmoid"),
     "precision": ("auto", "fp32", "bf16", "fp16"),
     "augment": ("auto", "tiny", "albef", "open-clip", "none"),
 }
@@ -66,6 +67,8 @@ class TrainConfig:
         method: ``itc``, ``albef``, ``grit`` or ``mafa`` (see `METHODS`).
         model: ``fnpipe-tiny`` or an open_clip architecture; None: that of ``init``, else fnpipe-tiny.
         init: where the weights start: a checkpoint file, ``run:NAME``, ``demo``; None: from scratch.
+        image_size, fusion_layers: of the model (None: as the architecture, or ``init``, has them).
+        itc_loss: ``softmax``, or SigLIP's ``sigmoid`` (None: that of ``init``, else softmax).
         groups: the plan; None: the only GRIT plan where the method needs one, else seeded random batches.
         edges: the mined edges; None: the only ones there are where the method needs some.
         truth: a truth file, for the share of false negatives met and for mAP@R.
@@ -74,6 +77,8 @@ class TrainConfig:
         seed: every random draw derives from it, the epoch and the batch.
         itm, mlm: turn a loss of the method on or off.
         mask_rate: share of the tokens that MLM masks.
+        min_recorded_probability: leave out recorded pairs that the discriminator doubts: those whose p, in the edges'
+            ``recorded.parquet``, is lower.
         tau_low, tau_high: bounds on p (None: those of the edges).
         false_negatives: mined ones become ``positive``, are taken out (``drop``), or stay negatives (``ignore``).
         unscored: a hardest negative without a score is a ``negative``, or the hardest scored one is taken (``next``).
@@ -88,6 +93,8 @@ class TrainConfig:
         warmup_steps: None: a twentieth of the run, 1,000 at most.
         clip_norm: bound of the gradient's norm; 0: none.
         accumulate: batches per optimiser step.
+        ema_decay: keep an exponential mean of the weights, and evaluate and save that; 0: none.
+        compile: run the transformer blocks through torch.compile.
         precision: ``auto`` is bf16 on a GPU that has it, else fp32.
         device: ``auto``, ``cpu``, ``cuda``.
         threads: torch's threads for one process; None: torch's own choice.
@@ -106,6 +113,9 @@ class TrainConfig:
     method: str
     model: str | None = None
     init: str | None = None
+    image_size: int | None = None
+    fusion_layers: int | None = None
+    itc_loss: str | None = None
     groups: str | None = None
     edges: str | None = None
     truth: str | None = None
@@ -115,6 +125,7 @@ class TrainConfig:
     itm: bool | None = None
     mlm: bool | None = None
     mask_rate: float = 0.5
+    min_recorded_probability: float = 0.0
     tau_low: float | None = None
     tau_high: float | None = None
     false_negatives: str = "positive"
@@ -131,6 +142,8 @@ class TrainConfig:
     warmup_steps: int | None = None
     clip_norm: float = 5.0
     accumulate: int = 1
+    ema_decay: float = 0.0
+    compile: bool = False
     precision: str = "auto"
     device: str = "auto"
     threads: int | None = None
@@ -148,7 +161,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for key, choices in CHOICES.items():
             value = getattr(self, key)
-            if value not in choices:
+            if value not in choices and not (value is None and key == "itc_loss"):
                 raise InputError(
                     f"{key} is {value!r}; choose from {', '.join(choices)}{nearest(str(value), [*choices])}"
                 )
@@ -167,6 +180,10 @@ _BOUNDS: tuple[tuple[str, float, float], ...] = (
     ("epochs", 1, _INF),
     ("batch_size", 1, _INF),
     ("seed", 0, 2**63 - 1),
+    ("image_size", 1, _INF),
+    ("fusion_layers", 1, _INF),
+    ("min_recorded_probability", 0.0, 1.0),
+    ("ema_decay", 0.0, 1.0),
     ("mask_rate", 0.0, 1.0),
     ("tau_low", 0.0, 1.0),
     ("tau_high", 0.0, 1.0),
@@ -251,6 +268,7 @@ def resolve(
     config: TrainConfig,
     *,
     architecture: str,
+    itc_loss: str,
     batches_per_epoch: int,
     batch_size: int,
     grouped: bool,
@@ -263,8 +281,11 @@ def resolve(
 ) -> TrainConfig:
     """Choose every value that was left open.
 
+    Raises:
+        InputError: an option was asked for that SigLIP's loss does not have.
+
     Args:
-        architecture: of the model that was built.
+        architecture, itc_loss: of the model that was built.
         batches_per_epoch: of this process's share. batch_size: the plan's, or that of the random batches.
         grouped: the batches come from a GRIT plan.
         splits: the workspace's. cached: the pictures are kept in memory.
@@ -280,7 +301,11 @@ def resolve(
     smoothing = config.smoothing
     if smoothing is None:
         # MAFA's table 6: it hurts random batches.
-        smoothing = 0.5 if method.ecm and grouped else 0.0
+        smoothing = 0.5 if method.ecm and grouped and itc_loss == "softmax" else 0.0
+    if itc_loss == "sigmoid":
+        for key, value in (("smoothing", smoothing), ("gather", config.gather), ("consistency", config.consistency)):
+            if value:
+                raise InputError(f"{key} is {value}, which the sigmoid loss does not have; leave it out")
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if cuda and bf16 else "fp32"
@@ -289,6 +314,7 @@ def resolve(
     return dataclasses.replace(
         config,
         model=architecture,
+        itc_loss=itc_loss,
         epochs=epochs,
         batch_size=batch_size,
         itm=method.itm if config.itm is None else config.itm,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 
 from fnpipe.mining.edges import EdgeLookup
 from fnpipe.mining.members import read_members
@@ -13,7 +14,7 @@ from fnpipe.mining.records import Identity
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Stage, Workspace, digest_files
-from fnpipe.train.batches import BatchSource, PlannedBatches, RandomBatches
+from fnpipe.train.batches import BatchSource, PlannedBatches, RandomBatches, WithoutPairs
 from fnpipe.train.config import TINY, TrainConfig
 from fnpipe.train.objectives import EcmConfig
 from fnpipe.train.pictures import Samples
@@ -26,6 +27,7 @@ class Inputs:
 
     Attributes:
         edges, identity: None where the method takes none and none were asked for.
+        batches_per_epoch: of all processes together.
         thresholds: tau_low and tau_high by which the edges were labelled.
         digests: what was read, by name; a resumed run must find the same.
     """
@@ -38,6 +40,7 @@ class Inputs:
     identity: Identity | None
     thresholds: tuple[float, float]
     truth: Truth | None
+    batches_per_epoch: int
     digests: dict[str, str] = field(default_factory=dict)
 
 
@@ -60,6 +63,8 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
             )
     else:
         source = RandomBatches(members, config.batch_size or (64 if architecture == TINY else 128), config.seed)
+    if config.min_recorded_probability > 0:
+        source = WithoutPairs(source, doubted_pairs(find_edges(workspace, config), config.min_recorded_probability))
     edges, identity, thresholds = None, None, (EcmConfig.tau_low, EcmConfig.tau_high)
     if config.method_losses.ecm or config.edges is not None:
         stage = find_edges(workspace, config)
@@ -73,7 +78,18 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         digests["truth"] = file_digest(Path(config.truth))
     samples = Samples.of(workspace)
     samples.check()
-    return Inputs(workspace, samples, source, members.images, edges, identity, thresholds, truth, digests)
+    return Inputs(
+        workspace=workspace,
+        samples=samples,
+        source=source,
+        image_ids=members.images,
+        edges=edges,
+        identity=identity,
+        thresholds=thresholds,
+        truth=truth,
+        batches_per_epoch=len(source.epoch(0)),
+        digests=digests,
+    )
 
 
 def find_plan(workspace: Workspace, config: TrainConfig) -> Stage | None:
@@ -100,6 +116,22 @@ def find_edges(workspace: Workspace, config: TrainConfig) -> Stage:
             f"make some with `fnpipe mine-connections {workspace.root}`"
         )
     return workspace.resolve("edges", config.edges, "--edges")
+
+
+def doubted_pairs(edges: Stage, minimum: float) -> np.ndarray:
+    """(n_pairs,) bool: recorded pairs whose p lies below ``minimum``; a pair without a p is not doubted.
+
+    Raises:
+        InputError: the recorded pairs were not scored.
+    """
+    path = edges.path / "recorded.parquet"
+    if not path.is_file():
+        raise InputError(f"{path}: not there; run `fnpipe mine-connections` with --score-recorded")
+    table = pq.read_table(path, columns=["pair_id", "match_probability"])
+    doubted = np.zeros(edges.workspace.n_pairs, bool)
+    # NaN compares as False.
+    doubted[table["pair_id"].to_numpy()] = table["match_probability"].to_numpy() < np.float32(minimum)
+    return doubted
 
 
 def file_digest(path: Path) -> str:

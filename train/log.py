@@ -43,7 +43,7 @@ def _board(directory: Path, step: int) -> Any:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
         return None
-    return SummaryWriter(str(directory), purge_step=step)
+    return SummaryWriter(str(directory), purge_step=step + 1)
 
 
 def read_metrics(directory: Path, kind: str) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ checkpoints/epoch-004.safetensors             on request
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def model_file(name: str, workspace: Workspace | None = None) -> Path:
 
 
 def starting_model(
-    workspace: Workspace, architecture: str | None, init: str | None, grad_checkpointing: bool = False
+    workspace: Workspace, architecture: str | None, init: str | None, options: Mapping[str, Any] | None = None
 ) -> VLModel:
     """The model that a run starts from, in training mode.
 
@@ -126,27 +127,37 @@ def starting_model(
         architecture: None: that of ``init``, else fnpipe-tiny.
         init: None: fresh weights; a name or file of `model_file`; or a checkpoint of the towers alone, as open_clip
             reads it: a file, or one of its tags.
+        options: other fields of `ModelConfig`; None in one leaves it as it is.
 
     Raises:
-        InputError: unknown architecture or checkpoint, or the two do not fit.
+        InputError: unknown architecture or checkpoint, or it does not fit the architecture or the options.
     """
+    wanted = {key: value for key, value in (options or {}).items() if value is not None}
     if init is None:
-        fresh = ModelConfig(architecture=architecture or DEFAULT_ARCHITECTURE, grad_checkpointing=grad_checkpointing)
-        return build_model(fresh).train()
+        return build_model(ModelConfig(architecture=architecture or DEFAULT_ARCHITECTURE, **wanted)).train()
     file = model_file(init, workspace)
     if init in SHIPPED or init.startswith("run:") or is_our_file(file):
-        model = load_model(file)
-        if architecture not in (None, model.config.architecture):
-            raise InputError(f"--init {init}: a {model.config.architecture}, not a {architecture}; leave --model out")
-        if grad_checkpointing != model.config.grad_checkpointing:
-            weights = model.state_dict()
-            model = build_model(replace(model.config, pretrained=None, grad_checkpointing=grad_checkpointing))
-            model.load_state_dict(weights)
-        return model.train()
+        return _ours(init, file, architecture, wanted).train()
     if architecture is None:
         raise InputError(f"--init {init}: not a model saved by fnpipe; say with --model whose weights these are")
-    config = ModelConfig(architecture=architecture, pretrained=init, grad_checkpointing=grad_checkpointing)
-    return build_model(config).train()
+    return build_model(ModelConfig(architecture=architecture, pretrained=init, **wanted)).train()
+
+
+def _ours(init: str, file: Path, architecture: str | None, wanted: Mapping[str, Any]) -> VLModel:
+    """A model of ours from its file, which must be what was asked for but for what has no weights."""
+    model = load_model(file)
+    if architecture not in (None, model.config.architecture):
+        raise InputError(f"--init {init}: a {model.config.architecture}, not a {architecture}; leave --model out")
+    for key, value in wanted.items():
+        has = getattr(model.config, key)
+        if has != value and key != "grad_checkpointing":
+            raise InputError(f"--init {init}: its {key} is {has}, not {value}; leave {key} out")
+    config = replace(model.config, pretrained=None, **wanted)
+    if config.grad_checkpointing == model.config.grad_checkpointing:
+        return model
+    built = build_model(config)
+    built.load_state_dict(model.state_dict())
+    return built
 
 
 def is_our_file(path: Path) -> bool:

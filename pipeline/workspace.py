@@ -231,16 +231,25 @@ class Stage:
         return True
 
     def finish(self, outputs: Sequence[str | Path], **facts: Any) -> dict[str, Any]:
-        """Mark the stage as finished: digest its ``outputs`` (paths, hashed in this order) and record ``facts``."""
+        """Mark the stage as finished: digest its ``outputs`` and record ``facts``.
+
+        Args:
+            outputs: names inside the stage, or whole paths, hashed in this order.
+        """
         meta = self.meta() or {}
         meta = {
             **facts,
             **meta,
             "complete": True,
-            "digest": digest_files([self.path / p for p in outputs], self.path),
+            "digest": digest_files([self._inside(p) for p in outputs], self.path),
         }
         atomic.write_json(self.path / META, meta)
         return meta
+
+    def _inside(self, output: str | Path) -> Path:
+        # A workspace may be named by a relative path; a whole path then begins with it and must not get it twice.
+        path = Path(output)
+        return path if path.is_relative_to(self.path) else self.path / path
 
     def require(self) -> dict[str, Any]:
         """``meta.json`` of a stage that is finished and whose inputs are still those it was made from.

@@ -113,3 +113,12 @@ def test_ranges_are_read_in_order_locally_and_from_any_file_system(tmp_path):
     assert read_ranges(urls, [3, 10, 250], [2, 4, 6]) == [content[3:5], content[10:14], content[250:256]]
     with pytest.raises(OSError, match="ends inside"):
         read_ranges([str(path)], [250], [7])
+
+
+def test_outputs_may_be_names_or_paths_also_in_a_relative_workspace(make_workspace: MakeWorkspace, monkeypatch):
+    root = make_workspace().root
+    monkeypatch.chdir(root.parent)
+    stage = Workspace.open(root.name).stage("groups/g")
+    stage.begin({}, {})
+    atomic.write_bytes(stage.path / "out", b"1")
+    assert stage.finish(["out"])["digest"] == stage.finish([stage.path / "out"])["digest"]

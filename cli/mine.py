@@ -311,6 +311,10 @@ def _render_accuracy(accuracy: EdgeAccuracy) -> None:
     )
     for at in accuracy.at:
         print(f"  p > {at.threshold}: {at.found:,} found, precision {share(at.precision)}, recall {share(at.recall)}")
-    print(f"average precision {share(accuracy.average_precision)}, calibration error {share(accuracy.ece)}")
+    print(
+        f"average precision {share(accuracy.average_precision)} (by similarity alone "
+        f"{share(accuracy.similarity_average_precision)}), AUROC {share(accuracy.auroc)} "
+        f"({share(accuracy.similarity_auroc)}), calibration error {share(accuracy.ece)}"
+    )
     if accuracy.identity:
         print(f"by identity, apart: {accuracy.identity:,} edges, {share(accuracy.identity_precision)} of them true")

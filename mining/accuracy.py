@@ -17,6 +17,8 @@ from fnpipe.pipeline.workspace import Stage
 THRESHOLDS = (0.5, 0.8, 0.95)
 RELIABILITY_BINS = 10
 
+_COLUMNS = ["image_id", "pair_id", "similarity", "match_probability", "label", "source"]
+
 
 @dataclass(frozen=True)
 class AtThreshold:
@@ -46,7 +48,9 @@ class EdgeAccuracy:
     Attributes:
         judged, true: combinations that the discriminator judged, and how many of them are true.
         positives: labelled positive. precision: share of them that is true. recall: share of ``true`` among them.
-        average_precision: area under precision over recall, by p. ece: expected calibration error over equal bins.
+        average_precision: area under precision over recall, by p. auroc: the probability that a true combination has
+            a higher p than a false one. similarity_*: the same by similarity, which is what a discriminator must beat.
+        ece: expected calibration error over equal bins.
         identity, identity_precision: edges by identity, and the share of them that is true.
     """
 
@@ -56,6 +60,9 @@ class EdgeAccuracy:
     precision: float | None
     recall: float | None
     average_precision: float | None
+    auroc: float | None
+    similarity_average_precision: float | None
+    similarity_auroc: float | None
     ece: float | None
     identity: int
     identity_precision: float | None
@@ -72,6 +79,7 @@ def edges_against_truth(
     sources: np.ndarray,
     true: np.ndarray,
     *,
+    similarity: np.ndarray | None = None,
     thresholds: Sequence[float] = THRESHOLDS,
     bins: int = RELIABILITY_BINS,
 ) -> EdgeAccuracy:
@@ -79,7 +87,7 @@ def edges_against_truth(
 
     Args:
         match_probability: (n,) float32. labels: (n,) codes of ``LABELS``. sources: (n,) codes of ``SOURCES``.
-        true: (n,) bool.
+        true: (n,) bool. similarity: (n,) float32, for comparison.
 
     Recall is of the true combinations that were judged; what no candidate proposed cannot be known from edges.
     """
@@ -93,6 +101,9 @@ def edges_against_truth(
         precision=_ratio(hit[positive].sum(), positive.sum()),
         recall=_ratio(hit[positive].sum(), hit.sum()),
         average_precision=average_precision(p, hit),
+        auroc=auroc(p, hit),
+        similarity_average_precision=None if similarity is None else average_precision(similarity[judged], hit),
+        similarity_auroc=None if similarity is None else auroc(similarity[judged], hit),
         ece=ece,
         identity=int((~judged).sum()),
         identity_precision=_ratio(true[~judged].sum(), (~judged).sum()),
@@ -104,18 +115,19 @@ def edges_against_truth(
 def stage_against_truth(stage: Stage, truth: Truth, thresholds: tuple[float, float] | None = None) -> EdgeAccuracy:
     """`edges_against_truth` of finished edges; ``thresholds`` (low, high), if given, replace the stored labels."""
     stage.require()
-    columns: list[list[np.ndarray]] = [[], [], [], []]
+    columns: list[list[np.ndarray]] = [[], [], [], [], []]
     for path in edge_parts(stage):
-        part = pq.read_table(path, columns=["image_id", "pair_id", "match_probability", "label", "source"])
+        part = pq.read_table(path, columns=_COLUMNS)
         p, sources = part["match_probability"].to_numpy(), codes_in(part["source"], SOURCES)
         labels = labels_of(part, thresholds)
         true = truth.matches(part["image_id"].to_numpy(), part["pair_id"].to_numpy())
-        for column, values in zip(columns, (p, labels, sources, true), strict=True):
+        for column, values in zip(columns, (p, labels, sources, true, part["similarity"].to_numpy()), strict=True):
             column.append(values)
-    types = (np.float32, np.int8, np.int8, bool)
-    return edges_against_truth(
-        *(np.concatenate([*column, np.empty(0, kind)]) for column, kind in zip(columns, types, strict=True))
+    types = (np.float32, np.int8, np.int8, bool, np.float32)
+    p, labels, sources, true, similarity = (
+        np.concatenate([*column, np.empty(0, kind)]) for column, kind in zip(columns, types, strict=True)
     )
+    return edges_against_truth(p, labels, sources, true, similarity=similarity)
 
 
 def average_precision(p: np.ndarray, true: np.ndarray) -> float | None:
@@ -131,6 +143,18 @@ def average_precision(p: np.ndarray, true: np.ndarray) -> float | None:
     precision = hits[last] / (last + 1)
     recall = np.concatenate([[0], hits[last]]) / hits[-1]
     return float((np.diff(recall) * precision).sum())
+
+
+def auroc(score: np.ndarray, true: np.ndarray) -> float | None:
+    """The probability that a true one has a higher score than a false one, ties half; None without both kinds."""
+    if true.all() or not true.any():
+        return None
+    _, inverse, counts = np.unique(score, return_inverse=True, return_counts=True)
+    # The mean rank of each group of equal scores, from 1.
+    rank = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+    positives = int(true.sum())
+    above = rank[true].sum() - positives * (positives + 1) / 2
+    return float(above / (positives * (len(true) - positives)))
 
 
 def _at(p: np.ndarray, true: np.ndarray, threshold: float) -> AtThreshold:

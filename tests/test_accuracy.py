@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fnpipe.mining.accuracy import average_precision, edges_against_truth
+from fnpipe.mining.accuracy import auroc, average_precision, edges_against_truth
 from fnpipe.mining.edges import AMBIGUOUS, DISCRIMINATOR, IDENTITY, NEGATIVE, POSITIVE
 
 
@@ -52,3 +52,19 @@ def test_average_precision_agrees_with_the_sum_over_thresholds(rows):
         expected += (now - recall) * true[found].mean()
         recall = now
     assert average_precision(p, true) == pytest.approx(expected)
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=30))
+def test_auroc_agrees_with_comparing_every_true_with_every_false(rows):
+    score = np.array([r[0] / 5 for r in rows], np.float32)
+    true = np.array([r[1] for r in rows])
+    wins = [float(a > b) + 0.5 * float(a == b) for a in score[true] for b in score[~true]]
+    assert auroc(score, true) == (pytest.approx(np.mean(wins)) if wins else None)
+
+
+def test_similarity_is_measured_beside_p():
+    p, similarity = np.array([0.9, 0.1, 0.2], np.float32), np.array([0.1, 0.5, 0.2], np.float32)
+    labels, sources, true = np.array([2, 0, 0]), np.zeros(3), np.array([True, False, False])
+    result = edges_against_truth(p, labels, sources, true, similarity=similarity)
+    assert (result.auroc, result.similarity_auroc) == (1, 0)
+    assert (result.average_precision, result.similarity_average_precision) == (1, pytest.approx(1 / 3))

@@ -1,0 +1,87 @@
+"""``fnpipe train`` from the outside: what it prints, where, and how it ends."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import MakeWorkspace
+from fnpipe.cli.app import run as run_cli
+from fnpipe.train.config import METHODS, describe_keys
+
+FAST = ["--epochs", "1", "--threads", "1", "--set", "batch_size=4", "--set", "tensorboard=false"]
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads() -> Any:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_train_then_evaluate_prints_results_on_stdout_and_progress_on_stderr(
+    make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str]
+):
+    root = str(make_workspace(12, splits=["train"] * 8 + ["test"] * 4).root)
+    assert run_cli(["train", root, "--method", "albef", "--run", "r", *FAST]) == 0
+    out, err = capsys.readouterr()
+    assert "r: fnpipe-tiny by albef, 1 epochs, 2 steps" in out
+    assert "Next: fnpipe evaluate" in out
+    assert "epoch 1 of 1: loss " in err
+    assert run_cli(["train", root, "--method", "albef", "--run", "r", *FAST, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["steps"] == 2
+    assert run_cli(["evaluate", root, "--run", "r", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["on"], found["default_split"], found["images"]) == ("test", True, 4)
+    assert found["itm"].keys() == found["dual"].keys()
+    assert run_cli(["evaluate", root, "--run", "r"]) == 0
+    said = capsys.readouterr().out
+    assert "On test (the default): 4 images, 4 captions" in said
+    assert "ITM, top 24" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "a name for the run"),
+        (["--run", "r"], "--method itc|albef|grit|mafa"),
+        (["--run", "r", "--method", "maffa"], "did you mean 'mafa'"),
+        (["--run", "a/b", "--method", "itc"], "plain name"),
+        (["--run", "r", "--method", "itc", "--set", "lrr=1"], "did you mean 'lr'"),
+        (["--run", "r", "--method", "itc", "--config", "none.yaml"], "none.yaml"),
+        (["--run", "r", "--method", "itc", "--model", "ViT-B-99"], "ViT-B-99"),
+        (["--run", "r", "--method", "itc", "--init", "none.pt"], "none.pt"),
+        (["--run", "r", "--method", "grit"], "no GRIT plan"),
+        (["--run", "r", "--method", "albef", "--edges", "none"], "edges"),
+        (["--run", "r", "--method", "itc", "--resume"], "no run to resume"),
+        (["--run", "r", "--method", "itc", "--set", "device=tpu"], "tpu"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(
+    make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+):
+    workspace = make_workspace(8)
+    assert run_cli(["train", str(workspace.root), *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    assert words in said
+    assert not (workspace.root / "runs").exists()
+
+
+def test_without_a_workspace_it_says_so(tmp_path: Any, capsys: pytest.CaptureFixture[str]):
+    assert run_cli(["train", str(tmp_path), "--method", "itc", "--run", "r"]) == 2
+    assert "not a workspace" in capsys.readouterr().err
+
+
+def test_keys_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str]):
+    assert run_cli(["train", "--keys", "--json"]) == 0
+    keys = json.loads(capsys.readouterr().out)
+    assert list(keys) == [name for name, _, _ in describe_keys()]
+    assert keys["method"] == {"type": "|".join(METHODS), "default": ""}
+    assert keys["smoothing"] == {"type": "float", "default": "chosen"}
+    assert keys["gather"] == {"type": "bool", "default": "False"}
+    assert run_cli(["train", "--keys"]) == 0
+    assert "smoothing_start_epoch" in capsys.readouterr().out

@@ -60,6 +60,10 @@ def group_command(
     name: Annotated[str | None, typer.Option("--name", help="Name of the plan; SAMPLING-M if not given.")] = None,
     embeddings: EmbeddingsOption = None,
     keep_last: Annotated[bool, typer.Option("--keep-last", help="Keep the incomplete batch at the end.")] = False,
+    materialize_into: Annotated[
+        str | None,
+        typer.Option("--materialize", metavar="DIR", help="Write the planned epochs as WebDataset shards, too."),
+    ] = None,
     overwrite: OverwriteFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -68,6 +72,7 @@ def group_command(
     Example: fnpipe group WORKSPACE --sampling grit --batch-size 96 --search-space all --epochs 4
     """
     from fnpipe.mining.grouping import GroupConfig, group, parse_search_space
+    from fnpipe.mining.materialize import materialize
     from fnpipe.pipeline.workspace import Workspace
 
     config = GroupConfig(
@@ -81,12 +86,78 @@ def group_command(
         keep_last=keep_last,
         overwrite=overwrite,
     )
-    summary = group(Workspace.open(workspace), config)
+    opened = Workspace.open(workspace)
+    summary = group(opened, config)
+    shards = materialize(opened, opened.stage(f"groups/{summary.groups}"), materialize_into) if materialize_into else 0
 
     def render() -> None:
         print(
             f"groups/{summary.groups}: {summary.epochs} epochs of {summary.batches:,} batches of {summary.batch_size}; "
             f"{summary.planned:,} of {summary.images:,} images planned, {summary.dropped:,} left over"
         )
+        if summary.steps:
+            total = sum(summary.steps.values())
+            print("steps by " + ", ".join(f"{how} {count / total:.2%}" for how, count in summary.steps.items()))
+        if materialize_into:
+            print(f"{materialize_into}: {shards:,} shards in batch order")
 
-    emit(asdict(summary), as_json, render)
+    emit({**asdict(summary), "shards": shards}, as_json, render)
+
+
+@app.command("audit")
+def audit_command(
+    workspace: WorkspaceArgument,
+    embeddings: EmbeddingsOption = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Pairs per batch.")] = 96,
+    search_space: Annotated[
+        list[str] | None,
+        typer.Option("--search-space", metavar="M|all", help="Again for each; by default 5, 10, 20, 50 batches, all."),
+    ] = None,
+    batches: Annotated[int, typer.Option("--batches", help="Batches to look at, about, per search space.")] = 1000,
+    truth: Annotated[
+        str | None, typer.Option("--truth", metavar="FILE", help="Known truth (Parquet: image, concept or caption).")
+    ] = None,
+    plot: Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Write a plot: .png or .html.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of everything drawn.")] = 0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Show how similar the hardest in-batch negatives are, random against GRIT, and how many of them are true.
+
+    Example: fnpipe audit WORKSPACE --truth truth.parquet --plot audit.html
+    """
+    from fnpipe.mining.audit import AuditConfig, audit
+    from fnpipe.mining.audit_plot import check_plot_path, label, write_plot
+    from fnpipe.mining.grouping import parse_search_space
+    from fnpipe.mining.truth import Truth
+    from fnpipe.pipeline.workspace import Workspace
+
+    spaces = tuple(parse_search_space(space) for space in search_space) if search_space else None
+    config = AuditConfig(embeddings=embeddings, batch_size=batch_size, search_spaces=spaces, batches=batches, seed=seed)
+    plot_path = check_plot_path(plot) if plot else None
+    opened = Workspace.open(workspace)
+    result = audit(opened, config, Truth.read(truth, opened) if truth else None)
+    if plot_path:
+        write_plot(result, plot_path)
+
+    def render() -> None:
+        from rich.console import Console
+        from rich.table import Table
+
+        judges = list(result.rows[0].judged)
+        table = Table(title=f"hardest in-batch negatives, batches of {result.batch_size}")
+        for column in ("batches", "hardest", "mean", "p5", "p50", "p95", "above recorded", *judges):
+            table.add_column(column, justify="left" if column == "batches" else "right")
+        for row in result.rows:
+            shares = ["-" if value is None else f"{value:.2%}" for value in row.judged.values()]
+            quantiles = [f"{row.quantiles[q]:.3f}" for q in ("p5", "p50", "p95")]
+            name = label(row.sampling, row.search_space)
+            table.add_row(name, f"{row.hardest:,}", f"{row.mean:.3f}", *quantiles, f"{row.above_recorded:.2%}", *shares)
+        quantiles = [f"{result.recorded['quantiles'][q]:.3f}" for q in ("p5", "p50", "p95")]
+        table.add_row("recorded pairs", "", f"{result.recorded['mean']:.3f}", *quantiles)
+        Console().print(table)
+        for space, why in result.skipped.items():
+            print(f"M = {space} left out: {why}")
+        if plot_path:
+            print(f"plot: {plot_path}")
+
+    emit(asdict(result), as_json, render)

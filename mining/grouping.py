@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -71,7 +71,8 @@ class GroupConfig:
                 raise InputError(f"{flag} {value}: at least 1")
         if self.seed < 0:
             raise InputError(f"--seed {self.seed}: a number from 0")
-        if self.search_space != ALL:
+        # Random batches look through nothing.
+        if self.sampling == "grit" and self.search_space != ALL:
             _require_multiple(self.search_space, self.batch_size)
 
     @property
@@ -100,7 +101,11 @@ def parse_search_space(text: str) -> int | Literal["all"]:
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """What ``group`` made; counts are of one epoch."""
+    """What ``group`` made; counts are of one epoch.
+
+    Attributes:
+        steps: of a chain on the graph, how many steps each way of finding the next pair took, over all epochs.
+    """
 
     groups: str
     epochs: int
@@ -109,6 +114,7 @@ class GroupSummary:
     images: int
     planned: int
     dropped: int
+    steps: dict[str, int]
 
 
 def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
@@ -142,7 +148,7 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
             if not plan_path(stage, epoch).exists():
                 atomic.write_table(plan_path(stage, epoch), plan_epoch(members, config, epoch, embeddings, graph))
         outputs = [plan_path(stage, epoch).name for epoch in range(config.epochs)]
-        stage.finish(outputs, images=images, planned=planned, dropped=images - planned)
+        stage.finish(outputs, images=images, planned=planned, dropped=images - planned, steps=_steps(stage, config))
     return GroupSummary(
         groups=config.plan_name,
         epochs=config.epochs,
@@ -151,7 +157,17 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
         images=images,
         planned=planned,
         dropped=images - planned,
+        steps=stage.require()["steps"],
     )
+
+
+def _steps(stage: Stage, config: GroupConfig) -> dict[str, int]:
+    """The sum of what the plans say about their steps."""
+    total: Counter[str] = Counter()
+    for epoch in range(config.epochs):
+        metadata = pq.read_schema(plan_path(stage, epoch)).metadata or {}
+        total.update(json.loads(metadata.get(b"steps", b"{}")))
+    return dict(total)
 
 
 def _open_sources(workspace: Workspace, config: GroupConfig) -> tuple[Embeddings | None, Graph | None]:

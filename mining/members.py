@@ -39,6 +39,13 @@ class Members:
         first = np.random.default_rng([seed, 0xCA]).integers(0, counts)
         return self.pair_ids[self.starts[:-1] + (first + epoch) % counts]
 
+    def some(self, rows: np.ndarray) -> Members:
+        """The members of some images, by ascending row of ``images``."""
+        kept = np.zeros(len(self.images), bool)
+        kept[rows] = True
+        pairs = np.repeat(kept, np.diff(self.starts))
+        return members_of(self.pair_ids[pairs], self.image_ids[pairs])
+
 
 def read_members(workspace: Workspace, embeddings: Embeddings | None = None) -> Members:
     """The members of ``workspace``; with ``embeddings``, without those that the encoder could not embed.

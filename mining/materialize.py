@@ -1,0 +1,99 @@
+"""A planned epoch as WebDataset shards in batch order, for storage that is read front to back."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from PIL import Image
+
+from fnpipe.mining.grouping import plan_epochs, read_plan
+from fnpipe.pipeline import atomic
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.progress import progress
+from fnpipe.pipeline.storage import read_ranges
+from fnpipe.pipeline.workspace import Stage, Workspace
+
+_SAMPLES_PER_SHARD = 1000
+# Where Pillow's name of a format is not the ending that WebDataset's decoders know.
+_ENDINGS = {"jpeg": "jpg", "mpo": "jpg"}
+
+
+def materialize(workspace: Workspace, stage: Stage, directory: str | Path) -> int:
+    """Write every epoch of a plan to ``directory/epoch-000/00000.tar`` and so on; return how many shards there are.
+
+    A sample's key is ``<batch>-<slot>``; with it stand the picture's bytes as they are in the workspace, the planned
+    caption (``.txt``), and the ids (``.json``). A shard holds whole batches. Shards that are there already are kept,
+    so that a killed run goes on.
+
+    Raises:
+        InputError: ``directory`` holds shards of another plan.
+    """
+    root = Path(directory)
+    _claim(root, stage)
+    shards = 0
+    table = workspace.read_pairs(["pair_id", "shard", "caption", "image_offset", "image_size"])
+    for epoch in range(plan_epochs(stage)):
+        plan = read_plan(stage, epoch)
+        with progress(f"materialize epoch {epoch}", len(plan), "samples") as advance:
+            for number, part in enumerate(_parts(plan)):
+                path = root / f"epoch-{epoch:03d}" / f"{number:05d}.tar"
+                if not path.exists():
+                    atomic.write_bytes(path, _tar(workspace, part, table.take(part["pair_id"])))
+                advance(len(part))
+                shards += 1
+    return shards
+
+
+def _claim(root: Path, stage: Stage) -> None:
+    """Note which plan the directory belongs to, or refuse one that belongs to another."""
+    note = {"groups": stage.name, "digest": stage.digest}
+    path = root / "plan.json"
+    if path.exists():
+        if json.loads(path.read_bytes()) != note:
+            raise InputError(f"{root}: holds shards of another plan (see plan.json); choose another directory")
+        atomic.sweep(root)
+        return
+    if root.exists() and any(root.iterdir()):
+        raise InputError(f"{root}: not empty, and not shards of a plan; choose another directory")
+    atomic.write_json(path, note)
+
+
+def _parts(plan: pa.Table) -> Iterator[pa.Table]:
+    """The plan in pieces of whole batches, of about a thousand rows."""
+    starts = np.append(np.flatnonzero(plan["slot"].to_numpy() == 0), len(plan))
+    per_shard = max(1, _SAMPLES_PER_SHARD // int(np.diff(starts).max()))
+    for first in range(0, len(starts) - 1, per_shard):
+        start, stop = starts[first], starts[min(first + per_shard, len(starts) - 1)]
+        yield plan.slice(int(start), int(stop - start))
+
+
+def _tar(workspace: Workspace, plan: pa.Table, pairs: pa.Table) -> bytes:
+    urls = [workspace.shard_url(shard) for shard in pairs["shard"].to_pylist()]
+    pictures = read_ranges(urls, pairs["image_offset"].to_numpy(), pairs["image_size"].to_numpy())
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
+        for row, caption, picture in zip(plan.to_pylist(), pairs["caption"].to_pylist(), pictures, strict=True):
+            key = f"{row['batch']:07d}-{row['slot']:05d}"
+            members = {_ending(picture): picture, "txt": caption.encode(), "json": _json(row)}
+            for ending, content in members.items():
+                member = tarfile.TarInfo(f"{key}.{ending}")
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def _json(row: dict[str, Any]) -> bytes:
+    return json.dumps(row).encode()
+
+
+def _ending(picture: bytes) -> str:
+    with Image.open(io.BytesIO(picture)) as image:
+        name = str(image.format).lower()
+    return _ENDINGS.get(name, name)

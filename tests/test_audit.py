@@ -1,0 +1,131 @@
+"""The audit against loops over small batches, its sampling of search spaces, and its command."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import MakeWorkspace
+from fnpipe.cli.app import run
+from fnpipe.mining.audit import AuditConfig, audit, hardest_in_batch, hardest_negatives
+from fnpipe.mining.graph import GraphConfig, build_graph
+from fnpipe.mining.grouping import GroupConfig, group, read_plan
+from fnpipe.mining.truth import Truth
+from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace import Workspace
+
+CONCEPTS = 12
+
+
+@pytest.fixture
+def concepts(make_workspace: MakeWorkspace) -> Workspace:
+    """60 images of 12 concepts, each with its own caption; close in the embeddings when of one concept."""
+    rng = np.random.default_rng(0)
+    centres = rng.normal(size=(CONCEPTS, 24))
+    images, texts = (centres[np.arange(60) % CONCEPTS] + 0.6 * rng.normal(size=(60, 24)) for _ in range(2))
+    return make_workspace(60, embeddings=(images, texts), images_per_shard=25)
+
+
+@pytest.fixture
+def truth_file(concepts: Workspace) -> str:
+    path = concepts.root / "truth.parquet"
+    names = [f"{i}.png" for i in range(60)]
+    pq.write_table(pa.table({"image": names, "concept": [f"c{i % CONCEPTS}" for i in range(60)]}), path)
+    return str(path)
+
+
+@settings(max_examples=30, deadline=None)
+@given(b=st.integers(2, 9), seed=st.integers(0, 2**32 - 1))
+def test_the_hardest_negative_is_the_most_similar_other_one(b, seed):
+    images, texts = np.random.default_rng(seed).integers(-2, 3, (2, b, 3)).astype(np.float32)
+    text, image, sims = hardest_in_batch(images, texts)
+    for r in range(b):
+        others = [o for o in range(b) if o != r]
+        assert text[r] == max(others, key=lambda o: images[r] @ texts[o])
+        assert image[r] == max(others, key=lambda o: images[o] @ texts[r])
+        assert sims[0, r] == images[r] @ texts[text[r]]
+        assert sims[1, r] == images[image[r]] @ texts[r]
+
+
+@pytest.mark.parametrize("read_batches", [1, 3, 256])
+def test_hardest_negatives_stay_inside_their_batch_and_know_their_recorded_similarity(concepts, read_batches):
+    group(concepts, GroupConfig(sampling="random", batch_size=7, name="g", keep_last=True))
+    plan, embeddings = read_plan(concepts.stage("groups/g"), 0), Embeddings.open(concepts)
+    hardest = hardest_negatives(plan, embeddings, read_batches)
+    batch_of = dict(zip(plan["image_id"].to_pylist(), plan["batch"].to_pylist(), strict=True))
+    assert len(hardest.sims) == 2 * 60
+    # One caption per image: pair_id equals image_id here.
+    assert (hardest.image_ids != hardest.pair_ids).all()
+    assert [batch_of[i] for i in hardest.image_ids.tolist()] == [batch_of[p] for p in hardest.pair_ids.tolist()]
+    images, texts = embeddings.images.take(hardest.image_ids), embeddings.texts.take(hardest.pair_ids)
+    np.testing.assert_allclose(hardest.sims, (images * texts).sum(axis=1), atol=1e-6)
+    anchors = np.concatenate([hardest.image_ids[:60], hardest.pair_ids[60:]])
+    own = (embeddings.images.take(anchors) * embeddings.texts.take(anchors)).sum(axis=1)
+    np.testing.assert_allclose(hardest.recorded, own, atol=1e-6)
+
+
+def test_false_negatives_are_counted_against_the_truth(concepts: Workspace, truth_file: str):
+    build_graph(concepts, GraphConfig(k=8))
+    config = AuditConfig(batch_size=6, search_spaces=(12, 30, 60, "all"))
+    result = audit(concepts, config, Truth.read(truth_file, concepts))
+    group(concepts, GroupConfig(batch_size=6, search_space="all"))
+    hardest = hardest_negatives(read_plan(concepts.stage("groups/grit-all"), 0), Embeddings.open(concepts))
+    by_hand = (hardest.image_ids % CONCEPTS == hardest.pair_ids % CONCEPTS).mean()
+    *_, last = result.rows
+    assert last.search_space == "all"
+    assert last.judged == {"truth": pytest.approx(by_hand), "identity": 0.0}
+    shares = [row.judged["truth"] for row in result.rows]
+    means = [row.mean for row in result.rows]
+    assert shares[0] < shares[1] < shares[-1]
+    assert means[0] < means[1] < means[-1]
+    assert all(sum(row.histogram) == row.hardest for row in result.rows)
+
+
+def test_other_judges_take_part_and_may_leave_combinations_open(concepts: Workspace):
+    def odd(image_ids, pair_ids):
+        return np.where(image_ids < 30, (image_ids + pair_ids) % 2, np.nan).astype(float)
+
+    result = audit(
+        concepts, AuditConfig(batch_size=6, search_spaces=(12,)), judges={"odd": odd, "silent": lambda i, p: i * np.nan}
+    )
+    assert 0.2 < result.rows[0].judged["odd"] < 0.8
+    assert result.rows[0].judged["silent"] is None
+
+
+def test_default_spaces_that_do_not_fit_are_left_out_and_explicit_ones_refused(concepts: Workspace):
+    result = audit(concepts, AuditConfig(batch_size=4))
+    assert [row.search_space for row in result.rows] == [None, 20, 40]
+    assert set(result.skipped) == {"80", "200", "all"}
+    with pytest.raises(InputError, match="fnpipe build-graph"):
+        audit(concepts, AuditConfig(batch_size=4, search_spaces=("all",)))
+    with pytest.raises(InputError, match="no multiple"):
+        AuditConfig(batch_size=4, search_spaces=(18,))
+
+
+def test_fewer_batches_are_a_sample_of_whole_search_spaces(concepts: Workspace):
+    result = audit(concepts, AuditConfig(batch_size=4, search_spaces=(12,), batches=4))
+    assert [row.batches for row in result.rows] == [4, 6]
+
+
+def test_the_command_prints_a_table_writes_a_plot_and_speaks_json(
+    concepts: Workspace, truth_file: str, tmp_path, capsys
+):
+    page, picture = tmp_path / "audit.html", tmp_path / "audit.png"
+    command = ["audit", str(concepts.root), "--batch-size", "6", "--search-space", "12", "--truth", truth_file]
+    assert run([*command, "--plot", str(page)]) == 0
+    printed = capsys.readouterr().out
+    assert "grit M = 12" in printed
+    assert "truth" in printed
+    assert "grit M = 12" in page.read_text()
+    assert run([*command, "--plot", str(picture), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert summary["rows"][1]["search_space"] == 12
+    assert run([*command, "--plot", "audit.bmp"]) == 2

@@ -1,0 +1,110 @@
+"""The chain on the graph: a permutation, near the exact chain, found by list, search or restart."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import MakeWorkspace
+from fnpipe.cli.app import run
+from fnpipe.mining.chain import grit_order
+from fnpipe.mining.exact import exact_nearest
+from fnpipe.mining.graph import Graph, GraphConfig, build_graph
+from fnpipe.mining.members import read_members
+from fnpipe.mining.walk import BY_LIST, BY_RESTART, BY_SEARCH, FAR_BUDGET, NEAR_BUDGET, Network, walk, walk_graph
+from fnpipe.pipeline.embeddings import Embeddings
+
+
+def network_of(images: np.ndarray, texts: np.ndarray, k: int) -> Network:
+    """The network of n pairs whose ids are their rows, with exact lists."""
+    rows = np.arange(len(images))
+    i2t, _ = exact_nearest(images, rows, lambda a, b: texts[a:b], rows, k)
+    t2i, _ = exact_nearest(texts, rows, lambda a, b: images[a:b], rows, k)
+    sketches = [
+        part
+        for side in (images, texts)
+        for scale in [np.abs(side).max(axis=1) / 127]
+        for part in (np.rint(side / scale[:, None]).astype(np.int8), scale)
+    ]
+    return Network(i2t, t2i, rows, rows, rows, rows, *sketches)
+
+
+def pairs_of(rng: np.random.Generator, n: int, topics: int = 20) -> tuple[np.ndarray, np.ndarray]:
+    latent = rng.normal(size=(topics, 32))[rng.integers(0, topics, n)] + 0.8 * rng.normal(size=(n, 32))
+    sides = [latent + 0.5 * rng.normal(size=(n, 32)) for _ in range(2)]
+    return tuple((side / np.linalg.norm(side, axis=1, keepdims=True)).astype(np.float32) for side in sides)
+
+
+def mean_similarity(order, images, texts):
+    return np.mean([
+        images[a] @ texts[b] if step % 2 == 0 else texts[a] @ images[b]
+        for step, (a, b) in enumerate(zip(order[:-1], order[1:], strict=True))
+    ])  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None)
+@given(n=st.integers(1, 60), k=st.integers(1, 8), far=st.integers(1, 20), seed=st.integers(0, 2**32 - 1))
+def test_no_pair_is_drawn_twice_and_none_is_missing(n, k, far, seed):
+    rng = np.random.default_rng(seed)
+    network = network_of(*pairs_of(rng, n, topics=3), k)
+    restarts = rng.permutation(n)
+    order, kinds = walk(network, restarts, 4, far)
+    assert sorted(order) == list(range(n))
+    assert order[0] == restarts[0]
+    assert set(kinds.tolist()) <= {BY_LIST, BY_SEARCH, BY_RESTART}
+
+
+@pytest.mark.parametrize("n", [2, 57, 300])
+def test_complete_lists_give_the_exact_chain(n):
+    images, texts = pairs_of(np.random.default_rng(1), n)
+    restarts = np.random.default_rng(2).permutation(n)
+    order, kinds = walk(network_of(images, texts, n), restarts, NEAR_BUDGET, FAR_BUDGET)
+    assert order.tolist() == grit_order(images, texts, start=int(restarts[0])).tolist()
+    assert (kinds[1:] == BY_LIST).all()
+
+
+def test_short_lists_give_a_chain_nearly_as_similar_as_the_exact_one():
+    images, texts = pairs_of(np.random.default_rng(3), 3000)
+    restarts = np.random.default_rng(4).permutation(3000)
+    order, kinds = walk(network_of(images, texts, 16), restarts, NEAR_BUDGET, FAR_BUDGET)
+    exact = mean_similarity(grit_order(images, texts, start=int(restarts[0])), images, texts)
+    assert mean_similarity(order, images, texts) > 0.985 * exact
+    assert (kinds[1:] == BY_RESTART).mean() <= 0.01
+    assert (kinds[1:] == BY_SEARCH).mean() > 0.01, "or the fall-back is not what this looks at"
+
+
+def test_a_caption_of_another_epoch_is_never_stepped_to_but_leads_on(make_workspace: MakeWorkspace):
+    rng = np.random.default_rng(5)
+    images, texts = pairs_of(rng, 240)
+    workspace = make_workspace(80, captions=3, embeddings=(images[::3], texts), images_per_shard=33)
+    build_graph(workspace, GraphConfig(k=6))
+    embeddings, graph = Embeddings.open(workspace), Graph.open(workspace)
+    members = read_members(workspace, embeddings)
+    pair_ids = members.captions_of_epoch(1, seed=0)
+    order, steps = walk_graph(members, pair_ids, embeddings, graph, np.random.default_rng(6))
+    assert sorted(order) == list(range(80))
+    assert sum(steps.values()) == 79
+    for step, (row, following) in enumerate(zip(order[:-1], order[1:], strict=True)):
+        if step % 2 == 0:
+            unused = set(order[step + 1 :].tolist())
+            listed = [p // 3 for p in graph.i2t_ids[row] if p in pair_ids and p // 3 in unused]
+            if listed:
+                assert following == listed[0]
+
+
+def test_the_command_says_how_the_steps_were_taken(make_workspace: MakeWorkspace, capsys):
+    images, texts = pairs_of(np.random.default_rng(7), 64)
+    workspace = make_workspace(64, embeddings=(images, texts))
+    root = str(workspace.root)
+    assert run(["group", root, "--batch-size", "8", "--search-space", "all"]) == 2
+    assert "fnpipe build-graph" in capsys.readouterr().err
+    assert run(["build-graph", root, "--k", "8", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recall"]["i2t@8"] == 1.0
+    assert run(["group", root, "--batch-size", "8", "--search-space", "all", "--epochs", "2", "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["groups"] == "grit-all"
+    assert sum(summary["steps"].values()) == 2 * 63

@@ -111,7 +111,7 @@ class Workspace:
     def shard_url(self, shard: int) -> str:
         """Where the tar of ``shard`` lies: an absolute local path, or an fsspec URL."""
         url = str(self.manifest["shards"][shard])
-        return url if "://" in url or url.startswith("/") else str(self.root / url)
+        return url if "://" in url or url.startswith("/") else str((self.root / url).absolute())
 
     def pairs_path(self, shard: int) -> Path:
         return self.root / "pairs" / f"{shard:05d}.parquet"

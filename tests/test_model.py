@@ -152,7 +152,9 @@ def test_a_file_that_is_no_model_is_refused_in_one_line(tmp_path):
 
     (tmp_path / "text.safetensors").write_text("hello")
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
-    for name in ("missing.safetensors", "text.safetensors", "other.safetensors"):
+    newer = {"format": "fnpipe-model-1", "config": '{"architecture": "fnpipe-tiny", "flux": 1}'}
+    save_file({"x": torch.zeros(1)}, tmp_path / "newer.safetensors", newer)
+    for name in ("missing.safetensors", "text.safetensors", "other.safetensors", "newer.safetensors"):
         with pytest.raises(InputError) as caught:
             load_model(tmp_path / name)
         assert str(tmp_path / name) in str(caught.value)
@@ -204,6 +206,36 @@ def test_a_checkpoints_text_embedding_is_open_clips_own(add_architecture, tmp_pa
     assert not torch.allclose(tokens[0, 0], other[0, 0], atol=1e-4)
 
 
+def test_a_checkpoint_that_does_not_fit_is_refused_in_one_line(add_architecture, tmp_path):
+    name = add_architecture("small-clip", small_clip())
+    (tmp_path / "text.pt").write_text("hello")
+    torch.save({"positional_embedding": torch.zeros(3)}, tmp_path / "other.pt")
+    for file in ("text.pt", "other.pt", "missing.pt"):
+        with pytest.raises(InputError) as caught:
+            build_model(ModelConfig(architecture=name, pretrained=str(tmp_path / file)))
+        assert file in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoints_activation_and_passes_survive_saving(add_architecture, tmp_path):
+    name = add_architecture("small-clip", small_clip())
+    torch.manual_seed(0)
+    torch.save(open_clip.create_model(name).state_dict(), tmp_path / "clip.pt")
+    config = ModelConfig(architecture=name, pretrained=str(tmp_path / "clip.pt"), fusion_layers=1, quick_gelu=True)
+    model = build_model(config).eval()
+    save_model(model, tmp_path / "model.safetensors")
+    (tmp_path / "clip.pt").unlink()
+    again = load_model(tmp_path / "model.safetensors")
+    assert again.config == model.config
+    assert again.config.text_attention == "own"
+    ids, pictures = model.tokenizer(["a red dog"]), torch.randn(1, 3, 32, 32)
+    assert torch.equal(again.embed_texts(ids), model.embed_texts(ids))
+    assert torch.equal(again.encode_image(pictures)[0], model.encode_image(pictures)[0])
+    plain = build_model(ModelConfig(architecture=name, fusion_layers=1)).eval()
+    plain.load_state_dict(model.state_dict())
+    assert not torch.equal(plain.encode_image(pictures)[0], model.encode_image(pictures)[0])
+
+
 def test_the_mask_token_is_a_row_of_our_own_and_never_pooled(add_architecture):
     name = add_architecture("small-clip", small_clip())
     torch.manual_seed(0)
@@ -246,6 +278,26 @@ def test_pooling_at_the_last_position_keeps_the_full_context(add_architecture):
     whole[:, : ids.shape[1]] = ids
     torch.testing.assert_close(model.embed_texts(ids), model.clip.encode_text(whole, normalize=True))
     assert float(model.bias.detach()) == -10
+
+
+def test_a_text_tower_without_a_projection_gives_its_own_width(add_architecture):
+    config = small_clip(proj_type="none") | {"custom_text": True, "embed_dim": 24}
+    model = build_model(ModelConfig(architecture=add_architecture("small-none", config), fusion_layers=1)).eval()
+    assert model.embed_dim == model.embed_texts(model.tokenizer(["hi"])).shape[1] == 24
+
+
+def test_half_precision_regions_change_rounding_alone(model: VLModel, pixels: torch.Tensor):
+    ids = model.tokenizer(CAPTIONS)
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            keys = model.image_keys(model.encode_image(pixels)[0])
+            tokens, text = model.encode_text(ids)
+            fused = model.fuse(tokens, model.text_mask(ids), keys, torch.arange(4))
+            results.append((text, model.itm_logits(fused).float(), model.mlm_logits(fused).float()))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=0.05, rtol=0.05)
+        assert not torch.equal(a, b)
 
 
 @pytest.mark.parametrize("kind", ["resnet", "timm-vit", "timm-convnext", "timm-swin"])

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import open_clip
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fnpipe.pipeline.errors import InputError
 from fnpipe.train.tokenizer import SPECIAL_TOKENS, TINY_VOCABULARY, open_clip_tokenizer, tiny_tokenizer
 
 TINY = tiny_tokenizer(32)
@@ -61,10 +66,37 @@ def test_a_long_caption_keeps_its_head_and_its_end():
     assert long[1:3].tolist() == short[1:3].tolist()
 
 
+def test_a_transformers_tokenizer_is_read_through_open_clips_wrapper(monkeypatch: pytest.MonkeyPatch):
+    class Words:
+        """SigLIP's conventions: no token for the start, and padding with the end of text."""
+
+        bos_token_id, eos_token_id, pad_token_id = None, 1, 1
+
+        def __call__(self, captions, padding, truncation):
+            assert (padding, truncation) == (False, False)
+            return {"input_ids": [[2 + len(word) for word in caption.split()] + [1] for caption in captions]}
+
+    wrapper = SimpleNamespace(tokenizer=Words(), clean_fn=str.strip)
+    monkeypatch.setattr(open_clip, "get_tokenizer", lambda name, context_length: wrapper)
+    tokenizer = open_clip_tokenizer("some-siglip", 4, 50)
+    ids = tokenizer([" a bb ccc dddd", "a"])
+    assert ids.tolist() == [[3, 4, 5, 1], [3, 1, 1, 1]]
+    assert tokenizer.lengths(ids).tolist() == [4, 2]
+    assert (tokenizer.cls_id, tokenizer.eot_id, tokenizer.mask_id) == (None, 1, 50)
+
+
+def test_a_tokenizer_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    def missing(name, context_length):
+        raise ImportError("no transformers\nat all")
+
+    monkeypatch.setattr(open_clip, "get_tokenizer", missing)
+    with pytest.raises(InputError, match="some-siglip: its tokenizer needs the package transformers") as caught:
+        open_clip_tokenizer("some-siglip", 64, 32000)
+    assert "\n" not in str(caught.value)
+
+
 def test_clip_pads_with_a_real_word_so_lengths_come_from_the_end_of_text():
     tokenizer = open_clip_tokenizer("ViT-B-32", 77, 49408)
-    import open_clip
-
     captions = ["hi ! !", "a photo of a dog", "x " * 100]
     ids, reference = tokenizer(captions), open_clip.get_tokenizer("ViT-B-32")(captions)
     assert torch.equal(ids, reference[:, : ids.shape[1]])

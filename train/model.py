@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +51,8 @@ class ModelConfig:
     """``sigmoid`` adds SigLIP's learned bias to the model."""
     text_attention: Literal["own", "bidirectional"] | None = None
     """The mask of the contrastive text pass. Default: the checkpoint's ``own``, ``bidirectional`` from scratch."""
+    quick_gelu: bool = False
+    """CLIP's first activation, on which some checkpoints were trained; set by their tag, or by hand for a file."""
     grad_checkpointing: bool = False
     preprocess: Mapping[str, Any] | None = None
     """open_clip's preprocessing settings: size, mean, std, interpolation, resize_mode."""
@@ -170,6 +172,12 @@ class TextTower(nn.Module):
         self._pool = inner.pool_type if hasattr(clip, "text") else inner.text_pool_type
         self._tokenizer, self.two_way = tokenizer, two_way
         self.width: int = inner.token_embedding.embedding_dim
+        projection = inner.text_projection
+        if projection is None:
+            self.embed_dim = self.width
+        else:
+            linear = isinstance(projection, nn.Linear)
+            self.embed_dim = int(projection.out_features if linear else projection.shape[1])
         block = inner.transformer.resblocks[0]
         self.heads, self.mlp_width = int(block.attn.num_heads), int(block.mlp.c_fc.out_features)
         self.context_length = tokenizer.context_length
@@ -254,8 +262,7 @@ class VLModel(nn.Module):
         self.transform = Transform.of(config.preprocess)
         self.mean, self.std = self.transform.mean, self.transform.std
         self.text_width, self.image_width = self.text.width, _image_width(inner.visual)
-        projection: Any = getattr(inner, "text", inner).text_projection
-        self.embed_dim = projection.out_features if isinstance(projection, nn.Linear) else projection.shape[1]
+        self.embed_dim = self.text.embed_dim
 
         width, hidden = self.text_width, self.text.mlp_width
         blocks = [FusionBlock(width, self.text.heads, self.image_width, hidden) for _ in range(config.fusion_layers)]
@@ -367,11 +374,15 @@ def _build(config: ModelConfig, *, load_weights: bool) -> VLModel:
     name = config.architecture
     layout = _layout(name)
     pretrained = config.pretrained if load_weights else None
+    tag = open_clip.get_pretrained_cfg(name, pretrained) if pretrained else {}
+    # With the other activation a checkpoint is worth much less, and open_clip only warns.
+    config = replace(config, quick_gelu=config.quick_gelu or bool(tag.get("quick_gelu")))
     try:
         with _without_warnings():
             clip = open_clip.create_model(
                 name,
                 pretrained=pretrained,
+                force_quick_gelu=config.quick_gelu,
                 # Asking for the size that it has anyway would resize the position embedding of timm's towers.
                 force_image_size=None if config.image_size == layout["vision_cfg"]["image_size"] else config.image_size,
                 force_preprocess_cfg=dict(config.preprocess or _PREPROCESS.get(name, {})),
@@ -425,7 +436,7 @@ def _bad_checkpoint(name: str, pretrained: str, error: Exception) -> str:
 
     tags: list[str] = open_clip.list_pretrained_tags_by_model(name)
     if Path(pretrained).is_file() or pretrained in tags:
-        return f"{pretrained}: cannot be loaded as {name}: {str(error).splitlines()[0]}"
+        return f"{pretrained}: cannot be loaded as {name}: {' '.join(str(error).split())[:300]}"
     known = f"; its tags: {', '.join(tags)}" if tags else ""
     return f"{name}: {pretrained!r} is neither a file nor a tag of it{nearest(pretrained, tags)}{known}"
 
@@ -451,17 +462,15 @@ def save_model(model: VLModel, path: str | Path) -> None:
 
     metadata = {"format": _FORMAT, "config": json.dumps(asdict(model.config), sort_keys=True)}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    atomic.write_bytes(Path(path), _with_sorted_metadata(save(tensors, metadata)))
-
-
-def _with_sorted_metadata(file: bytes) -> bytes:
-    """safetensors writes the metadata in an order of chance; its header is JSON, whose length stands in front of it."""
-    end = 8 + int.from_bytes(file[:8], "little")
-    header = json.loads(file[8:end])
+    data = memoryview(save(tensors, metadata))
+    # safetensors writes the metadata in an order of chance. Its header is JSON, behind its length in 8 bytes.
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(bytes(data[8:end]))
     header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + file[end:]
+    with atomic.replacing(Path(path)) as temporary, temporary.open("wb") as file:
+        file.writelines((len(text).to_bytes(8, "little"), text, data[end:]))
 
 
 def load_model(path: str | Path) -> VLModel:
@@ -482,6 +491,10 @@ def load_model(path: str | Path) -> VLModel:
         raise InputError(f"{path}: not a safetensors file: {error}") from error
     if metadata.get("format") != _FORMAT:
         raise InputError(f"{path}: not a model saved by fnpipe (format {metadata.get('format')!r})")
-    model = _build(ModelConfig(**json.loads(metadata["config"])), load_weights=False)
+    stored = json.loads(metadata["config"])
+    unknown = sorted(set(stored) - {field.name for field in fields(ModelConfig)})
+    if unknown:
+        raise InputError(f"{path}: saved by a newer fnpipe, with the settings {', '.join(unknown)}; update fnpipe")
+    model = _build(ModelConfig(**stored), load_weights=False)
     model.load_state_dict(tensors)
     return model.eval()

@@ -114,8 +114,9 @@ def open_clip_tokenizer(architecture: str, context_length: int, vocabulary_size:
         tokenizer = open_clip.get_tokenizer(architecture, context_length=context_length)
     except Exception as error:
         # Anything can go wrong between a missing package and a tokenizer that is neither cached nor reachable.
+        reason = " ".join(str(error).split())
         raise InputError(
-            f"{architecture}: its tokenizer needs the package transformers and its files: {error}"
+            f"{architecture}: its tokenizer needs the package transformers and its files: {reason}"
         ) from error
     if isinstance(tokenizer, open_clip.SimpleTokenizer):
         return _clip_tokenizer(tokenizer, context_length, vocabulary_size)

@@ -146,7 +146,7 @@ def audit_command(
         judges = list(result.rows[0].judged)
         table = Table(title=f"hardest in-batch negatives, batches of {result.batch_size}")
         for column in ("batches", "hardest", "mean", "p5", "p50", "p95", "above recorded", *judges):
-            table.add_column(column, justify="left" if column == "batches" else "right")
+            table.add_column(column, justify="left" if column == "batches" else "right", no_wrap=column == "batches")
         for row in result.rows:
             shares = ["-" if value is None else f"{value:.2%}" for value in row.judged.values()]
             quantiles = [f"{row.quantiles[q]:.3f}" for q in ("p5", "p50", "p95")]

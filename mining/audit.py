@@ -151,10 +151,8 @@ def _choose_spaces(
     workspace: Workspace, config: AuditConfig, name: str, images: int
 ) -> tuple[list[SearchSpace], dict[str, str]]:
     """The search spaces to look at, and those left out by name, with the reason."""
-    wanted: tuple[SearchSpace, ...] = config.search_spaces or (
-        *(n * config.batch_size for n in _SPACES_IN_BATCHES),
-        ALL,
-    )
+    default = [n * config.batch_size for n in _SPACES_IN_BATCHES]
+    wanted: tuple[SearchSpace, ...] = config.search_spaces or (*default, ALL)
     if images < config.batch_size:
         raise InputError(f"{workspace.root}: {images} images make no batch of {config.batch_size}; use --batch-size")
     spaces: list[SearchSpace] = []
@@ -167,8 +165,8 @@ def _choose_spaces(
         else:
             spaces.append(space)
     if config.search_spaces and skipped:
-        space, why = next(iter(skipped.items()))
-        raise InputError(f"--search-space {space}: {why}")
+        first, why = next(iter(skipped.items()))
+        raise InputError(f"--search-space {first}: {why}")
     return spaces, skipped
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def pairs_of(rng: np.random.Generator, n: int, topics: int = 20) -> tuple[np.nda
 def mean_similarity(order, images, texts):
     return np.mean([
         images[a] @ texts[b] if step % 2 == 0 else texts[a] @ images[b]
-        for step, (a, b) in enumerate(zip(order[:-1], order[1:], strict=True))
+        for step, (a, b) in enumerate(pairwise(order))
     ])  # fmt: skip
 
 
@@ -88,7 +89,7 @@ def test_a_caption_of_another_epoch_is_never_stepped_to_but_leads_on(make_worksp
     order, steps = walk_graph(members, pair_ids, embeddings, graph, np.random.default_rng(6))
     assert sorted(order) == list(range(80))
     assert sum(steps.values()) == 79
-    for step, (row, following) in enumerate(zip(order[:-1], order[1:], strict=True)):
+    for step, (row, following) in enumerate(pairwise(order)):
         if step % 2 == 0:
             unused = set(order[step + 1 :].tolist())
             listed = [p // 3 for p in graph.i2t_ids[row] if p in pair_ids and p // 3 in unused]

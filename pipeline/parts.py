@@ -124,14 +124,14 @@ def make_part(task: tuple[str, str, int]) -> int:
     """Make one shard: its tar, its quarantine, and last its part, which marks it as done.
 
     Args:
-        task: the parts' directory, a digest of the rows in it, and the shard's number.
+        task: the parts' directory, a token that changes with what lies in it, and the shard's number.
 
     Returns:
         How many images the shard was given.
     """
-    directory, digest, shard = task
+    directory, token, shard = task
     parts = Path(directory)
-    job, rows = _opened(directory, digest)
+    job, rows = _opened(directory, token)
     batch = rows.get_batch(shard)
     maker = _PartMaker(job, batch)
     if job.shards is None:
@@ -143,7 +143,7 @@ def make_part(task: tuple[str, str, int]) -> int:
 
 
 @lru_cache(maxsize=1)
-def _opened(directory: str, digest: str) -> tuple[Job, pa.ipc.RecordBatchFileReader]:
+def _opened(directory: str, token: str) -> tuple[Job, pa.ipc.RecordBatchFileReader]:
     parts = Path(directory)
     return Job.read(parts), pa.ipc.open_file(pa.memory_map(str(parts / ROWS)))
 

@@ -7,12 +7,10 @@ a killed run goes on where it stopped and ends with the same bytes.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import os
 import shutil
 import time
-import zlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -142,16 +140,16 @@ def shard(sources: Sequence[str], workspace: str, config: ShardConfig, *, overwr
 
 def summary_of(root: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """What a finished manifest says, in the words of the command's output."""
-    counts = manifest["counts"]
     return {
         "workspace": str(root),
         "sources": manifest["sources"],
-        **counts,
+        "captions_dropped": 0,
+        **manifest["counts"],
         "images": sum(manifest["images_per_shard"]),
         "pairs": sum(manifest["pairs_per_shard"]),
         "shards": len(manifest["shards"]),
         "splits": manifest["splits"],
-        "notes": manifest["notes"],
+        "notes": manifest.get("notes", []),
     }
 
 
@@ -177,8 +175,9 @@ def _run(
             return before
         begun = {**begun, "rows_digest": digest, "shards_planned": plan.n_shards}
         atomic.write_json(root / MANIFEST, begun)
-        _job(root, sources, config).write(parts)
-        _make_parts(parts, digest, plan, workers)
+        job = _job(root, sources, config)
+        job.write(parts)
+        _make_parts(parts, hashlib.sha256(f"{digest} {job}".encode()).hexdigest(), plan, workers)
     manifest = _finish(root, parts, plan, config, begun)
     atomic.write_json(root / MANIFEST, manifest)
     shutil.rmtree(parts)
@@ -248,10 +247,7 @@ def _read(sources: list[Source], how: ReadOptions, tools: Tools, in_place: bool)
         if in_place:
             _require_plain_tars(source)
         rows = RowBuilder(number)
-        try:
-            READERS[source.format](source, how, rows, tools)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise InputError(f"{source.path}: its compressed data is damaged or cut off ({error})") from None
+        READERS[source.format](source, how, rows, tools)
         if not len(rows):
             raise InputError(f"{source.path}: no rows in it")
         tables.append(rows.table())
@@ -292,9 +288,9 @@ def _job(root: Path, sources: list[Source], config: ShardConfig) -> Job:
     )
 
 
-def _make_parts(parts: Path, digest: str, plan: _Plan, workers: Workers) -> None:
+def _make_parts(parts: Path, token: str, plan: _Plan, workers: Workers) -> None:
     pending = [shard for shard in range(plan.n_shards) if not part_path(parts, shard).exists()]
-    tasks = [(str(parts.absolute()), digest, shard) for shard in pending]
+    tasks = [(str(parts.absolute()), token, shard) for shard in pending]
     with progress("shard", plan.images_in(pending), "images") as advance:
         for images in workers.map(make_part, tasks):
             advance(images)

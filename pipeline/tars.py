@@ -144,7 +144,8 @@ def index_tar(path: str) -> TarIndex:
             members.append(member)
             if member.kind in _REGULAR and member.name.lower().endswith((".txt", ".json")):
                 texts[member.offset] = file.read(member.offset, member.size)
-        if not members and damage and file.size:
+        first = file.read(0, BLOCK)
+        if not members and damage and first and (len(first) < BLOCK or not _checksum_holds(first)):
             raise InputError(f"{path}: not a tar ({damage[0].what})")
     samples = _group(members, texts)
     fields: dict[str, int] = {}

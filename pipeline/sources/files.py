@@ -7,6 +7,7 @@ import io
 import itertools
 import os
 import re
+import zlib
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -59,8 +60,22 @@ def open_unpacked(path: str) -> IO[bytes]:
     """Open a file, unpacking gzip whatever its name says."""
     raw = open_binary(path)
     if peek(raw, 2) == _GZIP_MARK:
-        return io.BufferedReader(cast(Any, gzip.GzipFile(fileobj=raw)), 1 << 18)
+        return io.BufferedReader(cast(Any, _Unpacked(raw, path)), 1 << 18)
     return raw
+
+
+class _Unpacked(gzip.GzipFile):
+    """A gzip file whose damage is the user's to hear about."""
+
+    def __init__(self, raw: IO[bytes], path: str) -> None:
+        super().__init__(fileobj=raw)
+        self._path = path
+
+    def read(self, size: int | None = -1) -> bytes:
+        try:
+            return super().read(size)
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise InputError(f"{self._path}: its compressed data is damaged or cut off ({error})") from None
 
 
 def open_text(path: str) -> io.TextIOWrapper:

@@ -12,7 +12,10 @@ from fnpipe.pipeline.errors import InputError
 _CHUNK = 1 << 20
 # One entry of a list of pairs is far below this; beyond it a fault is a fault, not an unfinished value.
 _LARGEST_VALUE = 64 << 20
+_LONGEST_NUMBER = 1000
+_DELIMITERS = frozenset(" \t\n\r,]}:")
 _SPACE = re.compile(r"[ \t\n\r]*")
+_COMMA = re.compile(r"[ \t\n\r]*,[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 
 
@@ -63,8 +66,8 @@ class JsonStream:
             except RecursionError:
                 self.fail("it is nested too deeply")
             else:
-                # A number may go on in what has not been read yet.
-                if end < len(self._text) or self._ended:
+                # A number may go on in what has not been read yet: 1 may be the start of 1.5e3.
+                if self._ended or self._text[end : end + 1] in _DELIMITERS or len(self._text) - end > _LONGEST_NUMBER:
                     self._at = end
                     return value
             self._fill()
@@ -76,6 +79,7 @@ class JsonStream:
             self.take("]")
             return
         while True:
+            yield from self._ready()
             yield self.value()
             if self.peek() != ",":
                 break
@@ -83,6 +87,19 @@ class JsonStream:
             if self.peek() == "]":
                 self.fail("a comma too many before ']'")
         self.take("]")
+
+    def _ready(self) -> Iterator[Any]:
+        """The elements that lie whole in what has been read, each with a comma and more text behind it."""
+        while True:
+            try:
+                value, end = _DECODER.raw_decode(self._text, self._at)
+            except json.JSONDecodeError:
+                return
+            comma = _COMMA.match(self._text, end)
+            if comma is None or comma.end() == len(self._text) or self._text[comma.end()] == "]":
+                return
+            self._at = comma.end()
+            yield value
 
     def members(self) -> Iterator[str]:
         """The keys of the object that the cursor stands before; the caller reads each value before it asks again."""

@@ -89,7 +89,8 @@ def _records(lines: _Lines, delimiter: str) -> Iterator[_Record]:
             if content := line.rstrip("\r\n"):
                 yield lines.number, [_unquoted(field) for field in content.split("\t")]
         return
-    reader = csv.reader(lines, delimiter=delimiter)
+    # Strict, so that a quote that is never closed is an error at the end of the file and not one long caption.
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
     width = 0
     while True:
         lines.taken.clear()

@@ -158,7 +158,7 @@ def load_open_clip(
             pretrained=pretrained,
             # Weights trained with QuickGELU are worth less under the plain one; open_clip only warns.
             force_quick_gelu=bool(tag.get("quick_gelu")),
-            force_preprocess_cfg=None if tag else _preprocessing_of_tags(name),
+            force_preprocess_cfg=None if tag else published_preprocessing(name),
         ).eval()
         tokenizer = open_clip.get_tokenizer(name)
     except Exception as error:
@@ -223,7 +223,7 @@ def _check_own_weights(name: str, pretrained: str | None) -> str:
     return name
 
 
-def _preprocessing_of_tags(name: str) -> dict[str, Any] | None:
+def published_preprocessing(name: str) -> dict[str, Any] | None:
     """What all published weights of a model agree on, for a checkpoint file, which does not say.
 
     open_clip would take CLIP's own mean and crop, which is wrong for a SigLIP checkpoint.

@@ -11,7 +11,7 @@ import torch
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train import tiny
-from fnpipe.train.model import ModelConfig, VLModel, build_model, load_model, save_model
+from fnpipe.train.model import ModelConfig, VLModel, _preprocess, build_model, load_model, save_model
 
 CAPTIONS = ["a small red circle", "two big blue squares at the top of a grey scene", "", "日本"]
 
@@ -332,6 +332,12 @@ def test_grad_checkpointing_changes_no_gradient(pixels: torch.Tensor):
         ).sum().backward()
         grads.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     np.testing.assert_allclose(grads[0], grads[1], atol=1e-6)
+
+
+def test_pictures_are_prepared_as_the_architectures_published_weights_were():
+    assert build_model(ModelConfig(architecture="ViT-S-32", fusion_layers=1)).transform.resize_mode == "shortest"
+    assert _preprocess(ModelConfig(architecture="ViT-B-16-SigLIP"))["mean"] == (0.5, 0.5, 0.5)
+    assert _preprocess(ModelConfig(architecture="ViT-B-16-SigLIP"))["resize_mode"] == "squash"
 
 
 def test_our_architectures_are_in_open_clips_list():

@@ -23,6 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.encoders import published_preprocessing
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.transform import Transform
 from fnpipe.train import tiny
@@ -385,7 +386,7 @@ def _build(config: ModelConfig, *, load_weights: bool) -> VLModel:
                 force_quick_gelu=config.quick_gelu,
                 # Asking for the size that it has anyway would resize the position embedding of timm's towers.
                 force_image_size=None if config.image_size == layout["vision_cfg"]["image_size"] else config.image_size,
-                force_preprocess_cfg=dict(config.preprocess or _PREPROCESS.get(name, {})),
+                force_preprocess_cfg=None if tag else _preprocess(config),
                 pretrained_image=False,
             )
     except Exception as error:
@@ -406,6 +407,13 @@ def _without_warnings() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+def _preprocess(config: ModelConfig) -> dict[str, Any] | None:
+    """The preprocessing of a model whose checkpoint brings none; a stored model's is in its config."""
+    if config.preprocess is not None:
+        return dict(config.preprocess)
+    return _PREPROCESS.get(config.architecture) or published_preprocessing(config.architecture)
 
 
 # The preprocessing of our own architectures; all others have open_clip's. Drawn scenes and emoji are whole pictures, of

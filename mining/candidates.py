@@ -130,6 +130,8 @@ class PlanProposer:
         self.usable = train_pairs(workspace)
         self.usable[embeddings.bad_pairs] = False
         self.usable[np.isin(self.image_of, embeddings.bad_images)] = False
+        self.usable_images = np.zeros(workspace.n_images, bool)
+        self.usable_images[self.image_of[self.usable]] = True
 
     def propose(self, plan: pa.Table) -> Iterator[Proposals]:
         """Proposals of one planned epoch (columns batch, image_id, pair_id), a block of batches at a time."""
@@ -181,17 +183,12 @@ class PlanProposer:
                 # -1 would address the last row: pads are pointed at row 0 and masked.
                 owner = self.image_of[np.maximum(pair, 0)]
                 allowed = (neighbours >= 0) & self.usable[np.maximum(pair, 0)] & (owner != image)
-                allowed &= self._trained_images()[np.maximum(image, 0)]
+                allowed &= self.usable_images[np.maximum(image, 0)]
                 rank = np.cumsum(allowed, axis=1) - 1
                 allowed &= rank < k
                 image, pair = np.broadcast_to(image, rank.shape)[allowed], np.broadcast_to(pair, rank.shape)[allowed]
                 keys = combination_keys(image, pair, len(self.image_of))
                 yield Proposals.by(direction, keys, rank[allowed] + _GRAPH_OFFSET)
-
-    def _trained_images(self) -> np.ndarray:
-        images = np.zeros(len(self.embeddings.images), bool)
-        images[self.image_of[self.usable]] = True
-        return images
 
 
 Source = tuple[str, Iterable[Proposals]]

@@ -320,6 +320,16 @@ def test_other_image_towers_give_tokens_and_open_clips_embedding(add_architectur
     assert model.image_keys(tokens)[0].shape == (2, count, 48)
 
 
+def test_a_copy_shares_nothing_with_the_model(model: VLModel):
+    ids = model.tokenizer(CAPTIONS)
+    before = model.embed_texts(ids).detach()
+    twin = copy.deepcopy(model)
+    for parameter in twin.parameters():
+        parameter.data.mul_(0.5)
+    assert torch.equal(model.embed_texts(ids), before)
+    assert not torch.allclose(twin.embed_texts(ids), before)
+
+
 def test_grad_checkpointing_changes_no_gradient(pixels: torch.Tensor):
     grads = []
     for on in (False, True):

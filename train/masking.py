@@ -15,7 +15,8 @@ def mask_tokens(
     """Hide each token with probability ``rate``; 80 % become [MASK], 10 % a random token, 10 % stay.
 
     Padding (by length: its id may be a word's), [CLS] and the end of text are never hidden, and a random token is never
-    one of the special ones. Source: BERT (arXiv:1810.04805), at MAFA's rate of 0.5 (arXiv:2312.06112).
+    one of the special ones; MAFA's released code hides the end of text and draws from the whole vocabulary. Sources:
+    BERT (arXiv:1810.04805), at the rate of MAFA (arXiv:2312.06112).
 
     Args:
         ids: (n, L) int64. generator: on the CPU; the only source of chance, and always asked for the same numbers.

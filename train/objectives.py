@@ -100,6 +100,7 @@ def ecm_decisions(
     For each text its most similar candidate image and for each image its most similar candidate text are judged by p:
     above ``tau_high`` a new positive, below ``tau_low`` a negative, in between (thresholds included: the released code
     leaves them in no class) replaced by the next hardest, label 0. Of equal similarities the lower index is harder.
+    A new positive found from both sides is two rows of ITM and one of MLM (the released code: two of each).
 
     Args:
         sim_i2t: (B, B) similarities; only their order counts, and no gradient flows.
@@ -242,6 +243,9 @@ def _widen(block: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 
 def itc_loss(logits_i2t: torch.Tensor, logits_t2i: torch.Tensor, targets: ItcTargets) -> torch.Tensor:
     """Contrastive loss (ALBEF, equation 2, with MAFA's targets): mean of the two directions' cross entropies.
+
+    The gradient reaches both sides of a similarity. The released code of GRIT-VLP and MAFA stops it at the columns, so
+    that images learn from I2T alone and texts from T2I alone; the papers do not say so.
 
     Args:
         logits_i2t, logits_t2i: (B, N) similarities divided by the temperature, images and texts as rows.

@@ -59,6 +59,10 @@ def mine_connections_command(
     block_images: Annotated[int, typer.Option(help="Images whose features are held at a time.")] = 128,
     workers: Annotated[int, typer.Option(help="Threads that decode pictures; changes no byte.")] = 4,
     threads: Annotated[int | None, typer.Option(help="Threads the discriminator computes with on a CPU.")] = None,
+    engine: Annotated[str, typer.Option(help="local, or ray.")] = "local",
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of a running cluster; default: start one on this machine.")
+    ] = None,
     overwrite: OverwriteFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -81,6 +85,8 @@ def mine_connections_command(
         block_images=block_images,
         workers=workers,
         threads=threads,
+        engine=engine,
+        ray_address=ray_address,
         name=name,
         overwrite=overwrite,
     )

@@ -8,13 +8,15 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
@@ -34,8 +36,9 @@ from fnpipe.mining.labels import (
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embed import torch_threads
 from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.pipeline.engines import RayPool
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.progress import progress
+from fnpipe.pipeline.progress import Advance, progress
 from fnpipe.pipeline.workspace import Stage, Workspace
 
 PROBE_SECONDS = 2.0
@@ -57,6 +60,8 @@ class MineConfig:
         workers: threads that decode pictures.
         threads: what torch computes with on a CPU; None: torch's own choice. Part of the edges' parameters, because
             the last bits of p depend on it.
+        engine: ``local``, or ``ray``: one shard at a time on each worker of the cluster at ``ray_address`` (None starts
+            a cluster on this machine). The workspace must lie at the same path on all of them.
     """
 
     candidates: int = 8
@@ -70,6 +75,8 @@ class MineConfig:
     block_images: int = 128
     workers: int = 4
     threads: int | None = None
+    engine: str = "local"
+    ray_address: str | None = None
     name: str | None = None
     overwrite: bool = False
 
@@ -86,6 +93,8 @@ class MineConfig:
             raise InputError("--candidates 0 without --graph K proposes nothing to judge")
         if self.positive_share is not None and not 0 < self.positive_share < 1:
             raise InputError(f"--positive-share {self.positive_share}: a share between 0 and 1")
+        if self.engine not in ("local", "ray"):
+            raise InputError(f"--engine {self.engine}: give local or ray")
         if self.name is not None and ("/" in self.name or self.name in ("", ".", "..")):
             raise InputError(f"--name {self.name!r}: a plain name, without slashes")
 
@@ -140,8 +149,8 @@ def mine_connections(
     params = {**inputs.description, **_params(config), "discriminator": dict(con_d.description)}
     if stage.begin(params, {"pairs": workspace.digest}, overwrite=config.overwrite):
         runs = inputs.runs(stage.path / _CANDIDATES)
-        with torch_threads(params["threads"]):
-            _judge_shards(stage, config, runs, inputs.judge(con_d))
+        with torch_threads(params["threads"]), _engine(inputs, con_d, params["threads"]) as judge_all:
+            _judge_shards(stage, runs, judge_all)
         new = _count_new(runs, workspace)
         tau = (config.tau_low, config.tau_high)
         if config.positive_share is not None:
@@ -285,15 +294,64 @@ def _of_shard(runs: CandidateRuns, workspace: Workspace, shard: int) -> Candidat
     return runs.between(int(workspace.image_starts[shard]), int(workspace.image_starts[shard + 1]))
 
 
-def _judge_shards(stage: Stage, config: MineConfig, runs: CandidateRuns, judge: Judge) -> None:
+Task = tuple[int, Candidates]
+JudgeAll = Callable[[Iterable[Task], Advance], Iterator[tuple[int, pa.Table]]]
+
+
+def _judge_shards(stage: Stage, runs: CandidateRuns, judge_all: JudgeAll) -> None:
     workspace = stage.workspace
     shards = [shard for shard in range(workspace.n_shards) if not _part(stage, shard).exists()]
     total = sum(len(_of_shard(runs, workspace, shard)) for shard in shards)
+    tasks = ((shard, _of_shard(runs, workspace, shard)) for shard in shards)
     with progress("judge", total, "combinations") as advance:
-        for shard in shards:
-            candidates = _of_shard(runs, workspace, shard)
-            table = judge.edges(shard, candidates, config.tau_low, config.tau_high, advance)
+        for shard, table in judge_all(tasks, advance):
             atomic.write_table(_part(stage, shard), table)
+
+
+@contextmanager
+def _engine(inputs: _Inputs, con_d: AnyDiscriminator, threads: int) -> Iterator[JudgeAll]:
+    """What judges shards: this process, or the workers of a Ray cluster, each with its own copy of ``con_d``."""
+    config = inputs.config
+    if config.engine == "local":
+        yield ShardJudge(inputs, con_d).judge_all
+        return
+    make_worker = partial(ShardJudge.remote, inputs.workspace.root.resolve(), replace(config, threads=threads), con_d)
+    with RayPool[Task, tuple[int, pa.Table]](make_worker, address=config.ray_address, cpus=threads) as pool:
+
+        def judge_all(tasks: Iterable[Task], advance: Advance) -> Iterator[tuple[int, pa.Table]]:
+            for shard, table in pool.map(tasks):
+                advance(len(table))
+                yield shard, table
+
+        yield judge_all
+
+
+class ShardJudge:
+    """Judges one shard's candidates at a time, here or as a worker of a cluster."""
+
+    def __init__(self, inputs: _Inputs, con_d: AnyDiscriminator) -> None:
+        self._config = inputs.config
+        self._judge = inputs.judge(con_d)
+
+    @classmethod
+    def remote(cls, root: Path, config: MineConfig, con_d: AnyDiscriminator) -> ShardJudge:
+        """In a worker's own process."""
+        torch.set_num_threads(config.threads or torch.get_num_threads())
+        return cls(_Inputs.open(Workspace.open(root), config), con_d)
+
+    def __call__(self, task: Task, /) -> tuple[int, pa.Table]:
+        return next(self.judge_all([task], lambda _: None))
+
+    def describe(self) -> str:
+        return "judge"
+
+    def judge_all(self, tasks: Iterable[Task], advance: Advance) -> Iterator[tuple[int, pa.Table]]:
+        """Each task's shard and edges."""
+        for shard, candidates in tasks:
+            yield (
+                shard,
+                self._judge.edges(shard, candidates, self._config.tau_low, self._config.tau_high, advance),
+            )
 
 
 def _count_new(runs: CandidateRuns, workspace: Workspace) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""``mine-connections``, ``inspect`` and ``relabel``: judging candidates, looking at edges, moving thresholds."""
+"""``mine-connections``, ``inspect``, ``relabel`` and ``export``: judging candidates, and what becomes of the edges."""
 
 from __future__ import annotations
 
@@ -324,3 +324,29 @@ def _render_accuracy(accuracy: EdgeAccuracy) -> None:
     )
     if accuracy.identity:
         print(f"by identity, apart: {accuracy.identity:,} edges, {share(accuracy.identity_precision)} of them true")
+
+
+@app.command("export")
+def export_command(
+    workspace: WorkspaceArgument,
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A new directory to write to.")],
+    to: Annotated[str, typer.Option("--to", help="open_clip, sentence-transformers or hf.")],
+    edges: EdgesOption = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Write the train pairs with the mined positives as training data of another library.
+
+    Example: fnpipe export work out --edges itm --to open_clip
+    """
+    from fnpipe.mining.export import export
+    from fnpipe.pipeline.workspace import Workspace
+
+    opened = Workspace.open(workspace)
+    summary = export(opened, opened.resolve("edges", edges, "--edges"), to, directory)
+
+    def render() -> None:
+        print(f"{summary.path}: {summary.recorded:,} recorded pairs and {summary.mined:,} mined, {summary.images:,} images")
+        for name, rows in summary.rows.items():
+            print(f"  {name}: {rows:,} rows")
+
+    emit(asdict(summary), as_json, render)

@@ -20,6 +20,7 @@ def build_graph_command(
     embeddings: EmbeddingsOption = None,
     k: Annotated[int, typer.Option("--k", help="Neighbours per image and per caption.")] = 32,
     index: Annotated[str, typer.Option("--index", help="auto, exact or ivf.")] = "auto",
+    device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     recall_check: Annotated[
         int, typer.Option("--recall-check", help="Random rows to check against exact search; 0 for none.")
     ] = 1000,
@@ -35,7 +36,13 @@ def build_graph_command(
     from fnpipe.pipeline.workspace import Workspace
 
     config = GraphConfig(
-        embeddings=embeddings, k=k, index=index, recall_check=recall_check, seed=seed, overwrite=overwrite
+        embeddings=embeddings,
+        k=k,
+        index=index,
+        device=device,
+        recall_check=recall_check,
+        seed=seed,
+        overwrite=overwrite,
     )
     summary = build_graph(Workspace.open(workspace), config)
 

@@ -24,6 +24,11 @@ def to_bfloat16(rows: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(rows).float().bfloat16()
 
 
+def short_list_length(k: int) -> int:
+    """How many candidates are kept by their rounded scores for each list of k."""
+    return max(k + k // 2, k + 16)
+
+
 def padded(size: int) -> int:
     """The next of four sizes per power of two.
 

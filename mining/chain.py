@@ -29,10 +29,10 @@ def grit_order(image_embeddings: np.ndarray, text_embeddings: np.ndarray, *, sta
         raise ValueError(f"need two (M, d) arrays of pairs, got {image_embeddings.shape} and {text_embeddings.shape}")
     if not 0 <= start < len(image_embeddings):
         raise ValueError(f"start {start} is none of the {len(image_embeddings)} rows")
-    sim_i2t = np.asarray(image_embeddings, np.float32) @ np.asarray(text_embeddings, np.float32).T
-    if not np.isfinite(sim_i2t).all():
-        raise ValueError("embeddings are NaN, infinite, or too large for float32 similarities")
-    return chain_order(sim_i2t, start)
+    if not (np.isfinite(image_embeddings).all() and np.isfinite(text_embeddings).all()):
+        raise ValueError("embeddings are NaN or infinite")
+    images, texts = np.asarray(image_embeddings, np.float32), np.asarray(text_embeddings, np.float32)
+    return chain_order(images @ texts.T, start)
 
 
 @compiled

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fnpipe.mining.device_search import DeviceRows
 from fnpipe.mining.exact import exact_nearest
 from fnpipe.mining.ivf import (
     TRAINING_ROWS_PER_CELL,
@@ -43,6 +44,7 @@ from fnpipe.pipeline.workspace import Stage, Workspace
 
 DIRECTIONS = ("i2t", "t2i")
 INDEXES = ("auto", "exact", "ivf")
+DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ class GraphConfig:
     embeddings: str | None = None
     k: int = 32
     index: str = "auto"
+    device: str = "auto"
     recall_check: int = 1000
     seed: int = 0
     overwrite: bool = False
@@ -61,6 +64,10 @@ class GraphConfig:
             raise InputError(f"--k {self.k}: at least 1 neighbour is needed")
         if self.index not in INDEXES:
             raise InputError(f"--index {self.index}: one of {', '.join(INDEXES)}")
+        if self.device not in DEVICES:
+            raise InputError(f"--device {self.device}: one of {', '.join(DEVICES)}")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise InputError("--device cuda: there is no CUDA device here; leave the flag out")
         if self.recall_check < 0:
             raise InputError(f"--recall-check {self.recall_check}: a number of rows, 0 for none")
 
@@ -187,12 +194,14 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
     embeddings = Embeddings.open(workspace, config.embeddings)
     stage = workspace.stage(f"graph/{embeddings.name}")
     members = read_members(workspace, embeddings)
-    index = choose_index(config.index, len(members.pair_ids))
+    begun = (stage.meta() or {}).get("params", {}) if not config.overwrite else {}
+    device = choose_device(config.device)
+    index = choose_index(config.index, len(members.pair_ids), device, begun.get("index"))
     params = {"k": config.k, "index": index, "recall_check": config.recall_check, "seed": config.seed}
     inputs = {"pairs": workspace.digest, embeddings.stage.name: embeddings.stage.digest}
     if stage.begin(params, inputs, overwrite=config.overwrite):
         for direction, (queries, candidates) in sides(embeddings, members).items():
-            _write_direction(stage, direction, queries, candidates, config, index)
+            _write_direction(stage, direction, queries, candidates, config, index, device)
         searched = {direction: _read_facts(stage.path, direction) for direction in DIRECTIONS}
         recall = _check_recall(stage.path, embeddings, members, config)
         outputs = [path.name for direction in DIRECTIONS for path in _paths(stage.path, direction)]
@@ -203,15 +212,22 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
     return GraphSummary(embeddings.name, index, config.k, meta["images"], meta["pairs"], meta["recall"])
 
 
-def choose_index(index: str, pairs: int) -> str:
-    """What ``auto`` stands for: ``exact`` up to 50,000 pairs, ``ivf`` above."""
+def choose_device(device: str) -> str:
+    """What ``auto`` stands for: ``cuda`` where there is one."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def choose_index(index: str, pairs: int, device: str, begun: str | None = None) -> str:
+    """What ``auto`` stands for: that of a graph already ``begun``; ``exact`` on a GPU, and up to 50,000 pairs."""
     if index != "auto":
         return index
-    return "exact" if pairs <= _EXACT_ROWS else "ivf"
+    return begun or ("exact" if device == "cuda" or pairs <= _EXACT_ROWS else "ivf")
 
 
 def _write_direction(
-    stage: Stage, direction: str, queries: Side, candidates: Side, config: GraphConfig, index: str
+    stage: Stage, direction: str, queries: Side, candidates: Side, config: GraphConfig, index: str, device: str
 ) -> None:
     if _paths(stage.path, direction)[1].exists():
         return
@@ -220,8 +236,12 @@ def _write_direction(
     waiting = [start for start in starts if not _block_paths(stage.path, direction, start)[1].exists()]
     if waiting:
         print(f"graph {direction}: {_memory(queries, candidates, config.k, index)}", file=sys.stderr)
-        make = _exact_search if index == "exact" else _ivf_search
-        search = make(queries, candidates, config)
+        if index == "ivf":
+            search = _ivf_search(queries, candidates, config)
+        elif device == "cuda":
+            search = _device_search(queries, candidates, config, device, torch.float16)
+        else:
+            search = _exact_search(queries, candidates, config)
         atomic.write_json(_facts_path(stage.path, direction), search.facts)
         _write_blocks(stage.path, direction, queries, candidates, search, waiting)
     _join_blocks(stage.path, direction, queries, config.k, block)
@@ -252,6 +272,15 @@ def _exact_search(queries: Side, candidates: Side, config: GraphConfig) -> Searc
     def find(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         owners = queries.owners[start:stop]
         return exact_nearest(queries.floats(start, stop), owners, candidates.floats, candidates.owners, config.k)
+
+    return Search(find, _EXACT_BLOCK, 1, {})
+
+
+def _device_search(queries: Side, candidates: Side, config: GraphConfig, device: str, dtype: torch.dtype) -> Search:
+    rows = DeviceRows(candidates.halves, candidates.owners, device, dtype)
+
+    def find(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        return rows.nearest(queries.halves(start, stop), queries.owners[start:stop], config.k)
 
     return Search(find, _EXACT_BLOCK, 1, {})
 

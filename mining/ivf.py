@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fnpipe.mining.bfloat16 import empty_short_lists, padded, push_bits, rerank, to_bfloat16
+from fnpipe.mining.bfloat16 import empty_short_lists, padded, push_bits, rerank, short_list_length, to_bfloat16
 from fnpipe.mining.compiled import compiled
 
 ReadRows = Callable[[int, int], np.ndarray]
@@ -195,11 +195,6 @@ def search_lists(
         queries = torch.from_numpy(halves[block]).float().numpy()
         rerank(queries, bits, lists.rows, places[block], k, rows[block], sims[block])
     return rows, sims
-
-
-def short_list_length(k: int) -> int:
-    """How many candidates are kept by their rounded scores for each list of k."""
-    return max(k + k // 2, k + 16)
 
 
 def _scan(

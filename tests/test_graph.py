@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
+from fnpipe.mining.device_search import DeviceRows
 from fnpipe.mining.exact import exact_nearest
 from fnpipe.mining.graph import Graph, GraphConfig, build_graph
 from fnpipe.pipeline.embeddings import Embeddings
@@ -39,6 +41,24 @@ def test_exact_search_agrees_with_sorting_also_where_similarities_tie(n, q, k, s
         assert found[i].tolist() == expected + [-1] * (k - len(expected))
         np.testing.assert_array_equal(sims[i, : len(expected)], rows[expected] @ queries[i])
         assert np.isneginf(sims[i, len(expected) :]).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(n=st.integers(1, 150), k=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
+def test_the_device_search_agrees_with_the_exact_one(n, k, seed):
+    rng = np.random.default_rng(seed)
+    rows, queries = rng.integers(-2, 3, (n, 4)).astype(np.float16), rng.integers(-2, 3, (7, 4)).astype(np.float16)
+    owners, query_owners = rng.integers(0, n, n), rng.integers(0, n, 7)
+    # Float32 keeps the short lists exact, so that rows may be compared where nothing ties at their end.
+    found, sims = DeviceRows(lambda a, b: rows[a:b], owners, "cpu", torch.float32).nearest(queries, query_owners, k)
+    exact, exact_sims = exact_nearest(
+        queries.astype(np.float32), query_owners, lambda a, b: rows[a:b].astype(np.float32), owners, k
+    )
+    np.testing.assert_array_equal(sims, exact_sims)
+    np.testing.assert_array_equal(found < 0, exact < 0)
+    assert all(len(set(row[row >= 0].tolist())) == (row >= 0).sum() for row in found)
+    inside = sims > sims[:, -1:]
+    np.testing.assert_array_equal(found[inside], exact[inside])
 
 
 def brute_graph(workspace: Workspace, k: int) -> dict[str, dict[int, list[int]]]:
@@ -153,6 +173,20 @@ def test_a_killed_search_goes_on_with_its_blocks_and_ends_in_the_same_bytes(unev
         "t2i.ids.npy",
         "t2i.sims.npy",
     ]
+
+
+def test_auto_goes_on_with_the_index_a_graph_was_begun_with(uneven: Workspace):
+    build_graph(uneven, GraphConfig(k=3, index="ivf"))
+    assert build_graph(uneven, GraphConfig(k=3)).index == "ivf"
+    with pytest.raises(InputError, match="started with index ivf, now exact"):
+        build_graph(uneven, GraphConfig(k=3, index="exact"))
+    assert build_graph(uneven, GraphConfig(k=3, overwrite=True)).index == "exact"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(InputError, match="no CUDA device"):
+        GraphConfig(device="cuda")
 
 
 def test_a_workspace_without_train_pairs_says_so(make_workspace: MakeWorkspace):

@@ -1,0 +1,157 @@
+"""How fast are GRIT's chains, a whole epoch's plan, and the chain over everything; and how good is the last?
+
+    python benchmarks/group.py --pairs 4000000 --workspace DIR
+
+`ratio_*`: `grit_order` against a straightforward torch chain that masks rows and columns of the full matrices at every
+step, product included on both sides. `epoch_4m_minutes_*`: one epoch's plan, measured on --pairs and scaled to four
+million (the time is linear). `all_vs_exact_similarity`: the mean similarity of consecutive pairs of the chain on the
+graph, of the exact chain's, at 50,000 pairs and k = 32. The last line is JSON.
+
+Measured: see benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from synthetic import synthetic_workspace
+
+from fnpipe.mining.chain import grit_order
+from fnpipe.mining.compiled import compiled_sum
+from fnpipe.mining.graph import Graph, GraphConfig, build_graph
+from fnpipe.mining.grouping import GroupConfig, group
+from fnpipe.mining.members import read_members
+from fnpipe.mining.walk import walk_graph
+from fnpipe.pipeline.embeddings import Embeddings
+
+REFERENCE_PAIRS = 4_000_000
+QUALITY_PAIRS = 50_000
+
+
+def chain_by_masking(images: torch.Tensor, texts: torch.Tensor, start: int) -> list[int]:
+    """The chain as one would first write it: full matrices, used pairs masked out in rows and columns."""
+    sim_i2t = images @ texts.T
+    sim_t2i = texts @ images.T
+    order, current = [start], start
+    for step in range(1, len(images)):
+        for sims in (sim_i2t, sim_t2i):
+            sims[:, current] = -torch.inf
+        following = int((sim_i2t if step % 2 else sim_t2i)[current].argmax())
+        for sims in (sim_i2t, sim_t2i):
+            sims[current, :] = -torch.inf
+        current = following
+        order.append(current)
+    return order
+
+
+def best_of(repeats: int, function) -> float:
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        function()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def chain_ratio(images: np.ndarray, texts: np.ndarray, repeats: int) -> float:
+    """How many times as fast `grit_order` is, on one search space; both orders are compared as well."""
+    torch_images, torch_texts = torch.from_numpy(images), torch.from_numpy(texts)
+    ours = grit_order(images, texts, start=0)
+    theirs = chain_by_masking(torch_images, torch_texts, 0)
+    fast = best_of(repeats, lambda: grit_order(images, texts, start=0))
+    slow = best_of(max(1, repeats // 3), lambda: chain_by_masking(torch_images, torch_texts, 0))
+    same = "same order" if ours.tolist() == theirs else "orders part at a near-tie"
+    print(f"M = {len(images)}: {fast * 1e3:.1f} ms against {slow * 1e3:.1f} ms, {same}", flush=True)
+    return slow / fast
+
+
+@compiled_sum
+def exact_chain(images: np.ndarray, texts: np.ndarray, start: int) -> np.ndarray:
+    """The chain over everything without a similarity matrix: one pass over the live rows per step."""
+    count = len(images)
+    order, live = np.empty(count, np.int64), np.arange(count)
+    current, left = start, count
+    place = np.arange(count)
+    for step in range(count):
+        order[step] = current
+        left -= 1
+        last = live[left]
+        live[place[current]] = last
+        place[last] = place[current]
+        anchor, others = (images[current], texts) if step % 2 == 0 else (texts[current], images)
+        best, best_sim = current, np.float32(-2)
+        for n in range(left):
+            row = live[n]
+            sim = np.float32(0)
+            for d in range(len(anchor)):
+                sim += anchor[d] * others[row, d]
+            if sim > best_sim:
+                best, best_sim = row, sim
+        current = best
+    return order
+
+
+def mean_similarity(order: np.ndarray, images: np.ndarray, texts: np.ndarray) -> float:
+    from_image = np.arange(len(order) - 1) % 2 == 0
+    i2t = np.einsum("nd,nd->n", images[order[:-1]], texts[order[1:]])
+    t2i = np.einsum("nd,nd->n", texts[order[:-1]], images[order[1:]])
+    return float(np.where(from_image, i2t, t2i).mean())
+
+
+def quality(root: Path) -> dict[str, float]:
+    workspace = synthetic_workspace(root, QUALITY_PAIRS)
+    build_graph(workspace, GraphConfig(k=32, index="exact", recall_check=0))
+    embeddings, graph = Embeddings.open(workspace), Graph.open(workspace)
+    members = read_members(workspace, embeddings)
+    began = time.perf_counter()
+    order, steps = walk_graph(members, members.pair_ids, embeddings, graph, np.random.default_rng(0))
+    walking = time.perf_counter() - began
+    images, texts = embeddings.images.take(members.images), embeddings.texts.take(members.pair_ids)
+    began = time.perf_counter()
+    exact = mean_similarity(exact_chain(images, texts, int(order[0])), images, texts)
+    walked = mean_similarity(order, images, texts)
+    print(f"chain over all: {walked:.4f} in {walking:.1f} s, exact {exact:.4f} in {time.perf_counter() - began:.0f} s")
+    total = sum(steps.values())
+    print("steps by " + ", ".join(f"{how} {n / total:.2%}" for how, n in steps.items()), flush=True)
+    return {"all_vs_exact_similarity": round(walked / exact, 4), "restart_share": round(steps["restart"] / total, 4)}
+
+
+def epoch_minutes(workspace, search_space, pairs: int) -> float:
+    began = time.perf_counter()
+    config = GroupConfig(search_space=search_space, overwrite=True)
+    summary = group(workspace, config)
+    seconds = time.perf_counter() - began
+    print(f"epoch of {pairs:,} at {search_space}: {seconds:.1f} s {summary.steps or ''}", flush=True)
+    return round(seconds / 60 * REFERENCE_PAIRS / pairs, 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pairs", type=int, default=REFERENCE_PAIRS, help="pairs of the timed epochs")
+    parser.add_argument("--workspace", type=Path, help="of the timed epochs: made, and its graph built, if not there")
+    parser.add_argument("--skip-quality", action="store_true", help="leave out the exact chain, which takes minutes")
+    arguments = parser.parse_args()
+    result: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        workspace = synthetic_workspace(arguments.workspace or Path(temporary) / "workspace", arguments.pairs)
+        embeddings = Embeddings.open(workspace)
+        for m, repeats in ((480, 30), (1920, 9), (4800, 3)):
+            images, texts = embeddings.images.take(np.arange(m)), embeddings.texts.take(np.arange(m))
+            result[f"ratio_{m}"] = round(chain_ratio(images, texts, repeats), 1)
+        result["epoch_4m_minutes_1920"] = epoch_minutes(workspace, 1920, arguments.pairs)
+        if "clip" not in workspace.names("graph"):
+            build_graph(workspace, GraphConfig(k=32, recall_check=0))
+        result["epoch_4m_minutes_all"] = epoch_minutes(workspace, "all", arguments.pairs)
+        if not arguments.skip_quality:
+            result |= quality(Path(temporary) / "quality")
+    print(json.dumps({"pairs": arguments.pairs, **result}))
+
+
+if __name__ == "__main__":
+    main()

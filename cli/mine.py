@@ -345,7 +345,8 @@ def export_command(
     summary = export(opened, opened.resolve("edges", edges, "--edges"), to, directory)
 
     def render() -> None:
-        print(f"{summary.path}: {summary.recorded:,} recorded pairs and {summary.mined:,} mined, {summary.images:,} images")
+        pairs = f"{summary.recorded:,} recorded pairs and {summary.mined:,} mined"
+        print(f"{summary.path}: {pairs}, {summary.images:,} images")
         for name, rows in summary.rows.items():
             print(f"  {name}: {rows:,} rows")
 

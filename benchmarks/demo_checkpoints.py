@@ -274,7 +274,7 @@ def nearest_unrecorded(
     order = torch.from_numpy(np.random.default_rng(seed).permutation(len(found.images)))
     images, captions, cosines = [], [], []
     for pool in order.split(search_space):
-        similarity = (found.images[pool] @ found.texts[pool].T).fill_diagonal_(-1)
+        similarity = (found.images[pool] @ found.texts[pool].T).fill_diagonal_(-torch.inf)
         for anchors_are_images in (True, False):
             best = similarity.max(1 if anchors_are_images else 0)
             images.append(pool if anchors_are_images else pool[best.indices])

@@ -29,8 +29,9 @@ FIGURES = "demo.json"
 ENCODER, CON_D = "demo", "itm:demo"
 EMBEDDINGS, EDGES, RANDOM = "demo", "itm", "random"
 METHODS = ("albef", "grit", "mafa")
-# The bytes of embeddings and edges depend on it, so it must not follow the machine.
-THREADS = 2
+# The bytes of embeddings and edges depend on it, so it must not follow the machine. The models are so small that a
+# second thread gains little, and on a busy machine it costs several times the work in waiting.
+THREADS = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ def demo_command(
     from rich.console import Console
 
     # Stage by stage for people; with --json, standard output holds the summary alone.
-    console = Console(highlight=False, stderr=as_json, soft_wrap=True)
+    console = Console(highlight=False, markup=False, stderr=as_json, soft_wrap=True)
     summary = run_demo(directory, DemoConfig(), console.print)
     emit(summary, as_json, lambda: _print_figures(summary))
 
@@ -95,13 +96,20 @@ def run_demo(directory: str | Path, config: DemoConfig, say: Say = lambda line: 
     Raises:
         InputError: the directory holds something else.
     """
-    from fnpipe.mining.truth import Truth
-    from fnpipe.pipeline.workspace import Workspace
-
     root = Path(directory)
     if root.exists() and (not root.is_dir() or (any(root.iterdir()) and not (root / SCENES).is_dir())):
         raise InputError(f"{root}: holds something else than a demo; give a new directory")
-    stages = _Stages(say)
+    try:
+        return _run_chain(root, config, _Stages(say))
+    except InputError as error:
+        # The stages propose flags that this command does not have.
+        raise InputError(f"{error} (here: delete {root} and run the demo again)") from error
+
+
+def _run_chain(root: Path, config: DemoConfig, stages: _Stages) -> dict[str, Any]:
+    from fnpipe.mining.truth import Truth
+    from fnpipe.pipeline.workspace import Workspace
+
     stages.run("draw", lambda: _draw(root / SCENES, config))
     stages.run("shard", lambda: _shard(root, config))
     workspace = Workspace.open(root)
@@ -161,13 +169,11 @@ def _draw(scenes: Path, config: DemoConfig) -> Done:
 
     if not (scenes / "pairs.json").exists():
         write_scenes(scenes, config.scenes, config.seed)
+    captions = len({row["caption"] for row in json.loads((scenes / "pairs.json").read_bytes())})
     unrecorded = pq.read_metadata(scenes / "truth.parquet").num_rows - config.scenes
-    share = unrecorded / (config.scenes * (config.scenes - 1))
-    text = (
-        f"{config.scenes:,} scenes, one caption each; {unrecorded:,} unrecorded combinations are true, "
-        f"{share:.3%} of all"
-    )
-    return text, {"scenes": config.scenes, "true_unrecorded": unrecorded}
+    share = unrecorded / (config.scenes * (captions - 1))
+    text = f"{config.scenes:,} scenes, one caption each; {unrecorded:,} unrecorded combinations are true ({share:.3%})"
+    return text, {"scenes": config.scenes, "captions": captions, "true_unrecorded": unrecorded}
 
 
 def _shard(root: Path, config: DemoConfig) -> Done:
@@ -295,35 +301,42 @@ def _print_figures(summary: Mapping[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
-    console.print("\nHow many of the hardest in-batch negatives are true (false negatives):")
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print("\nOf the hardest in-batch negatives, so many are in fact true (false negatives):")
     for plan, share in summary["false_negatives"].items():
-        console.print(f"  {plan:<10} batches  {share:6.1%}")
+        console.print(f"  {plan + ' batches':<18} {share:6.1%}")
     mined = summary["mined"]
     console.print(
-        f"\nMined positives: {mined['positives']:,} of {mined['judged']:,} judged combinations; precision "
-        f"{_percent(mined['precision'])}, recall {_percent(mined['recall'])} against the scene truth"
+        f"\nMined: {mined['positives']:,} missing positives among {mined['judged']:,} judged combinations; against the "
+        f"scene truth precision {_percent(mined['precision'])}, recall {_percent(mined['recall'])}"
     )
-    console.print(
-        "\nRetrieval on 1,000 held-out scenes in %, means of both directions. R@1 counts the recorded caption"
-    )
-    table = Table("", "dual R@1", "dual mAP@R", "ITM R@1", "ITM mAP@R", box=None)
+    test = summary["stages"]["shard"]["splits"]["test"]
+    console.print(f"\nRetrieval on the {test:,} scenes of the split test, %, mean of both directions:")
+    table = Table("", box=None)
+    for title in ("dual R@1", "dual mAP@R", "ITM R@1", "ITM mAP@R"):
+        table.add_column(title, justify="right")
     labels = {
-        "start": "start (shipped encoder)",
+        "start": "start: the shipped encoder",
         "albef": "albef, random batches",
         "grit": "grit",
-        "mafa": f"mafa (smoothing {summary['smoothing']:g} from epoch 2)",
+        "mafa": f"mafa, smoothing {summary['smoothing']:g} from epoch 2",
     }
     for name, figures in summary["retrieval"].items():
         keys = ("dual_r1", "dual_map_at_r", "itm_r1", "itm_map_at_r")
         table.add_row(labels[name], *(f"{figures[key]:.1f}" for key in keys))
     console.print(table)
     gain = summary["mafa_over_grit_itm_map"]
-    console.print(f"mafa over grit, same batches: {gain:+.1f} points of ITM mAP@R (at least +2 expected)")
-    edges = f"{summary['edges']}/part-*.parquet"
-    console.print(f"\nMined connections with pictures: {summary['report']}")
-    console.print(f"The edges: {edges}. Open them with")
-    console.print(f"  duckdb -c \"select caption, match_probability from '{edges}' where label = 'positive' limit 5\"")
+    console.print(f"mafa over grit, on the same batches: {gain:+.1f} points of ITM mAP@R (expected: at least +2)")
+    console.print(f"\nPictures of what was mined: {summary['report']}")
+    console.print(f"The edges, one row per judged combination: {summary['edges']}/part-*.parquet; for a look at them:")
+    console.print(f'  python -c "import duckdb; duckdb.sql(\\"{first_look(summary["edges"])}\\").show()"')
+
+
+def first_look(edges: str) -> str:
+    """The query that the demo proposes to begin with."""
+    return (
+        f"select image_key, caption, match_probability from '{edges}/part-*.parquet' where label = 'positive' limit 9"
+    )
 
 
 def _percent(share: float | None) -> str:

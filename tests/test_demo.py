@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fnpipe.cli.app import run
-from fnpipe.cli.demo import DemoConfig, run_demo
+from fnpipe.cli.demo import DemoConfig, first_look, run_demo
 from fnpipe.pipeline.errors import InputError
 
 SMALL = DemoConfig(scenes=360, holdout=104, batch_size=16, search_space=128, epochs=2, candidates=4)
@@ -46,6 +47,13 @@ def test_mined_positives_are_true_far_more_often_than_what_was_judged(finished: 
     assert edges["label"].to_pylist().count("positive") == mined["positives"]
 
 
+def test_the_proposed_query_shows_mined_positives(finished: tuple[Path, dict, list[str]]):
+    duckdb = pytest.importorskip("duckdb")
+    rows = duckdb.sql(first_look(finished[1]["edges"])).fetchall()
+    assert len(rows) == min(9, finished[1]["mined"]["positives"])
+    assert all(p > 0.8 for _, _, p in rows)
+
+
 def test_evaluation_covers_the_start_and_every_method_in_percent(finished: tuple[Path, dict, list[str]]):
     retrieval = finished[1]["retrieval"]
     assert list(retrieval) == ["start", "albef", "grit", "mafa"]
@@ -76,6 +84,12 @@ def test_a_directory_of_something_else_is_left_alone(tmp_path: Path, capsys: pyt
     assert run(["demo", str(tmp_path)]) == 2
     assert "give a new directory" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_demo_of_another_make_is_refused_with_a_way_out(finished: tuple[Path, dict, list[str]]):
+    other = dataclasses.replace(SMALL, batch_size=32)
+    with pytest.raises(InputError, match=r"batch_size 16, now 32.* delete .*out and run the demo again"):
+        run_demo(finished[0], other)
 
 
 def test_the_summary_is_json(finished: tuple[Path, dict, list[str]]):

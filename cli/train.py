@@ -69,6 +69,7 @@ def train_command(
 
     from fnpipe.pipeline.workspace import Workspace
     from fnpipe.train.loop import train
+    from fnpipe.train.processes import is_first
 
     summary = train(
         Workspace.open(workspace),
@@ -78,7 +79,8 @@ def train_command(
         overwrite=overwrite,
         report=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    emit(summary, json_, lambda: _print_training(workspace, summary))
+    if is_first():
+        emit(summary, json_, lambda: _print_training(workspace, summary))
 
 
 @app.command("evaluate")

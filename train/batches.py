@@ -23,6 +23,7 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Stage
 from fnpipe.train.augment import Augment, augment_tiny
 from fnpipe.train.pictures import FittedPictures, Samples, decoded
+from fnpipe.train.stream import MaterializedPictures
 
 # Batches made ahead of the step that uses them.
 AHEAD = 2
@@ -164,6 +165,9 @@ class Pixels(Protocol):
     def __call__(self, epoch: int, image_ids: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
         """(B, 3, S, S) uint8, and (B,) bool: which could be decoded."""
 
+    def of_bytes(self, epoch: int, image_ids: np.ndarray, data: list[bytes]) -> tuple[torch.Tensor, np.ndarray]:
+        """The same, of encoded pictures that were read elsewhere."""
+
 
 class TinyPixels:
     """`augment_tiny` over pictures at the input size; ``plain``: as they are."""
@@ -174,9 +178,16 @@ class TinyPixels:
     def __call__(self, epoch: int, image_ids: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
         pictures = self.pictures.take(image_ids)
         good = np.array([int(i) not in self.pictures.bad for i in image_ids], bool)
-        if not self.plain:
-            pictures = augment_tiny(pictures, [picture_rng(self.seed, epoch, i) for i in image_ids], self.flip)
-        return pictures, good
+        return self._augmented(epoch, image_ids, pictures), good
+
+    def of_bytes(self, epoch: int, image_ids: np.ndarray, data: list[bytes]) -> tuple[torch.Tensor, np.ndarray]:
+        pictures, good = self.pictures.fitted(data)
+        return self._augmented(epoch, image_ids, pictures), good
+
+    def _augmented(self, epoch: int, image_ids: np.ndarray, pictures: torch.Tensor) -> torch.Tensor:
+        if self.plain:
+            return pictures
+        return augment_tiny(pictures, [picture_rng(self.seed, epoch, i) for i in image_ids], self.flip)
 
 
 class FullPixels:
@@ -186,10 +197,12 @@ class FullPixels:
         self.samples, self.size, self.augment, self.seed = samples, size, augment, seed
 
     def __call__(self, epoch: int, image_ids: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+        return self.of_bytes(epoch, image_ids, self.samples.read(image_ids))
+
+    def of_bytes(self, epoch: int, image_ids: np.ndarray, data: list[bytes]) -> tuple[torch.Tensor, np.ndarray]:
         pixels = torch.zeros((len(image_ids), 3, self.size, self.size), dtype=torch.uint8)
         good = np.zeros(len(image_ids), bool)
-        for i, data in enumerate(self.samples.read(image_ids)):
-            rgb = decoded(data)
+        for i, rgb in enumerate(map(decoded, data)):
             if rgb is not None:
                 pixels[i] = self.augment(rgb, picture_rng(self.seed, epoch, image_ids[i]))
                 good[i] = True
@@ -208,6 +221,7 @@ class Loader:
     Attributes:
         tokenize: captions to (n, L) int64. edges, identity: both or neither, for methods that take mined edges.
         workers: processes that make pixels; 0: a thread of this process does.
+        stream: where the pictures are read front to back; None: by random access into the workspace's tars.
     """
 
     samples: Samples
@@ -216,14 +230,19 @@ class Loader:
     edges: EdgeLookup | None
     identity: Identity | None
     workers: int
+    stream: MaterializedPictures | None = None
 
     def batches(self, plan: EpochPlan, epoch: int, numbers: Sequence[int]) -> Iterator[Batch]:
         """The batches ``numbers`` of a plan, in this order."""
         return ahead(self._collated(plan, epoch, numbers))
 
     def _collated(self, plan: EpochPlan, epoch: int, numbers: Sequence[int]) -> Iterator[Batch]:
-        tasks = _Tasks(self.pixels, epoch, [plan.batch(n)[0] for n in numbers])
-        for number, (pixels, good) in zip(numbers, _loaded(tasks, self.workers), strict=True):
+        image_ids = [plan.batch(number)[0] for number in numbers]
+        if self.stream is None:
+            loaded = _loaded(_Tasks(self.pixels, epoch, image_ids), self.workers)
+        else:
+            loaded = _streamed(self.stream, self.pixels, plan, epoch, numbers, self.workers)
+        for number, (pixels, good) in zip(numbers, loaded, strict=True):
             yield self.collate(plan, epoch, number, pixels, good)
 
     def collate(self, plan: EpochPlan, epoch: int, number: int, pixels: torch.Tensor, good: np.ndarray) -> Batch:
@@ -294,6 +313,23 @@ def _loaded(tasks: _Tasks, workers: int) -> Iterator[tuple[torch.Tensor, np.ndar
     )
     for pixels, good in loader:
         yield pixels, np.asarray(good)
+
+
+def _streamed(
+    stream: MaterializedPictures, pixels: Pixels, plan: EpochPlan, epoch: int, numbers: Sequence[int], workers: int
+) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+    """One reader, front to back; as many batches as there are workers are decoded at once, in threads."""
+    with ThreadPoolExecutor(max(1, workers), thread_name_prefix="decode") as pool:
+        pending: deque[Any] = deque()
+        for number, data in zip(numbers, stream.batches(epoch, numbers), strict=True):
+            image_ids = plan.batch(number)[0]
+            if len(data) != len(image_ids):
+                raise stream.damaged(epoch, number, len(data), len(image_ids))
+            pending.append(pool.submit(pixels.of_bytes, epoch, image_ids, data))
+            if len(pending) > workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
 
 
 def ahead(batches: Iterator[Batch]) -> Iterator[Batch]:

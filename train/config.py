@@ -56,7 +56,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 
 # What a resumed run may change: where and how fast it runs, not what it computes.
-FREE_ON_RESUME = frozenset({"device", "threads", "workers", "cache_mib", "tensorboard"})
+FREE_ON_RESUME = frozenset({"device", "threads", "workers", "cache_mib", "materialized", "tensorboard"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +70,7 @@ class TrainConfig:
         image_size, fusion_layers: of the model (None: as the architecture, or ``init``, has them).
         itc_loss: ``softmax``, or SigLIP's ``sigmoid`` (None: that of ``init``, else softmax).
         groups: the plan; None: the only GRIT plan where the method needs one, else seeded random batches.
+        materialized: where ``fnpipe group --materialize`` has put the plan: its shards are read front to back.
         edges: the mined edges; None: the only ones there are where the method needs some.
         truth: a truth file, for the share of false negatives met and for mAP@R.
         epochs: None: 20, for fnpipe-tiny as many as make about 3,600 steps.
@@ -117,6 +118,7 @@ class TrainConfig:
     fusion_layers: int | None = None
     itc_loss: str | None = None
     groups: str | None = None
+    materialized: str | None = None
     edges: str | None = None
     truth: str | None = None
     epochs: int | None = None

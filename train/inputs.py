@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from fnpipe.mining.edges import EdgeLookup
+from fnpipe.mining.grouping import plan_epochs
 from fnpipe.mining.members import read_members
 from fnpipe.mining.records import Identity
 from fnpipe.mining.truth import Truth
@@ -19,6 +20,7 @@ from fnpipe.train.config import TINY, TrainConfig
 from fnpipe.train.objectives import EcmConfig
 from fnpipe.train.pictures import Samples
 from fnpipe.train.runs import SHIPPED
+from fnpipe.train.stream import MaterializedPictures
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Inputs:
     Attributes:
         edges, identity: None where the method takes none and none were asked for.
         batches_per_epoch: of all processes together.
+        stream: None: the pictures are read from the workspace's tars.
         thresholds: tau_low and tau_high by which the edges were labelled.
         digests: what was read, by name; a resumed run must find the same.
     """
@@ -41,6 +44,7 @@ class Inputs:
     thresholds: tuple[float, float]
     truth: Truth | None
     batches_per_epoch: int
+    stream: MaterializedPictures | None
     digests: dict[str, str] = field(default_factory=dict)
 
 
@@ -77,7 +81,9 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         truth = Truth.read(config.truth, workspace)
         digests["truth"] = file_digest(Path(config.truth))
     samples = Samples.of(workspace)
-    samples.check()
+    stream = open_stream(config, plan)
+    if stream is None:
+        samples.check()
     return Inputs(
         workspace=workspace,
         samples=samples,
@@ -88,6 +94,7 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         thresholds=thresholds,
         truth=truth,
         batches_per_epoch=len(source.epoch(0)),
+        stream=stream,
         digests=digests,
     )
 
@@ -106,6 +113,17 @@ def find_plan(workspace: Workspace, config: TrainConfig) -> Stage | None:
     if len(plans) > 1:
         raise InputError(f"{workspace.root}: several GRIT plans ({', '.join(plans)}); choose with --groups")
     return workspace.resolve("groups", plans[0], "--groups")
+
+
+def open_stream(config: TrainConfig, plan: Stage | None) -> MaterializedPictures | None:
+    """The materialised plan that is named; None: the pictures come from the workspace's tars."""
+    if config.materialized is None:
+        return None
+    if plan is None:
+        raise InputError(f"materialized is {config.materialized}, and the run has no plan; name it with --groups")
+    if config.min_recorded_probability > 0:
+        raise InputError("materialized shards hold whole batches; leave min_recorded_probability out, or materialized")
+    return MaterializedPictures(config.materialized, plan, plan_epochs(plan))
 
 
 def find_edges(workspace: Workspace, config: TrainConfig) -> Stage:

@@ -116,7 +116,11 @@ def _prepare(
     digests = {**inputs.digests, **init_digest(config.init, weights)}
     cuda = group.device.type == "cuda"
     small = config.augment in ("tiny", "none") or (config.augment == "auto" and architecture == TINY)
-    kept = not config.workers and fits_in_memory(len(inputs.image_ids), model.image_size, config.cache_mib << 20)
+    kept = (
+        not config.workers
+        and inputs.stream is None
+        and fits_in_memory(len(inputs.image_ids), model.image_size, config.cache_mib << 20)
+    )
     config = resolve(
         config,
         architecture=architecture,

@@ -142,14 +142,18 @@ class FittedPictures:
         return self._kept[torch.from_numpy(rows)]
 
     def _decode(self, image_ids: np.ndarray) -> torch.Tensor:
-        out = torch.zeros((len(image_ids), 3, self.size, self.size), dtype=torch.uint8)
-        for i, (image_id, data) in enumerate(zip(image_ids, self.samples.read(image_ids), strict=True)):
-            rgb = decoded(data)
-            if rgb is None:
-                self.bad.add(int(image_id))
-            else:
-                out[i] = self.fit(rgb)
-        return out
+        pictures, good = self.fitted(self.samples.read(image_ids))
+        self.bad.update(image_ids[~good].tolist())
+        return pictures
+
+    def fitted(self, data: list[bytes]) -> tuple[torch.Tensor, np.ndarray]:
+        """Encoded pictures as (n, 3, S, S) uint8, zeros where one cannot be decoded, and (n,) bool which can be."""
+        out = torch.zeros((len(data), 3, self.size, self.size), dtype=torch.uint8)
+        good = np.zeros(len(data), bool)
+        for i, rgb in enumerate(map(decoded, data)):
+            if rgb is not None:
+                out[i], good[i] = self.fit(rgb), True
+        return out, good
 
 
 def decoded(data: bytes) -> np.ndarray | None:

@@ -52,6 +52,11 @@ class Processes:
             dist.barrier()
 
 
+def is_first() -> bool:
+    """Whether this process, of those that torchrun started, is the one that prints."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def choose_device(device: str) -> torch.device:
     """``auto``, ``cpu`` or ``cuda`` as a device; under torchrun the GPU of this process's local rank.
 

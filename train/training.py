@@ -75,15 +75,14 @@ class Training:
             edges=inputs.edges,
             identity=inputs.identity,
             workers=int(config.workers or 0),
+            stream=inputs.stream,
         )
         self.step = TrainStep(model, _step_config(config, inputs, group))
         # Under itc the fusion encoder and the heads get no gradient, which DDP must be told to expect.
         whole = bool(config.itm and config.mlm)
         self.parallel: Any = self.step
         if group.world > 1:
-            self.parallel = DistributedDataParallel(
-                self.step, broadcast_buffers=False, find_unused_parameters=not whole
-            )
+            self.parallel = DistributedDataParallel(self.step, find_unused_parameters=not whole)
         self.optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=0.0, fused=True)
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=config.precision == "fp16")
         # What is evaluated and saved for use: the model itself, or the exponential mean of its weights.
@@ -355,7 +354,7 @@ def _pixels(config: TrainConfig, inputs: Inputs, model: VLModel) -> Pixels:
     """Pictures at the input size, kept in memory where they fit, for mild augmentation; else from their full size."""
     transform, flip = Transform.of(dict(model.config.preprocess or {})), bool(config.flip)
     if config.augment in ("tiny", "none"):
-        budget = 0 if config.workers else config.cache_mib << 20
+        budget = 0 if config.workers or inputs.stream else config.cache_mib << 20
         pictures = FittedPictures(inputs.samples, transform, model.image_size, inputs.image_ids, budget)
         return TinyPixels(pictures, config.seed, flip, plain=config.augment == "none")
     augment = make_augment(config.augment, model.image_size, flip, transform)
@@ -387,12 +386,12 @@ def _ecm_config(config: TrainConfig) -> EcmConfig:
     )
 
 
-def compile_blocks(model: torch.nn.Module) -> None:
+def compile_blocks(model: torch.nn.Module, backend: str = "inductor") -> None:
     """Compile every transformer block where it stands, so that the names of the weights stay as they are."""
     names = ("ResidualAttentionBlock", "Block", "FusionBlock")
     for module in model.modules():
         if type(module).__name__ in names:
-            module.compile(dynamic=True)
+            module.compile(dynamic=True, backend=backend)
 
 
 @contextmanager

@@ -27,22 +27,16 @@ from fnpipe.pipeline.images import ImageReader, ImageRequest
 from fnpipe.pipeline.packing import TablePacker
 from fnpipe.pipeline.storage import filesystem, is_remote
 from fnpipe.pipeline.tars import TarWriter
+from fnpipe.pipeline.workspace import PAIRS_SCHEMA
 
 JOB, ROWS = "job.json", "rows.arrow"
 
+# The columns of ``pairs/`` but the ids, and what the last pass needs beside them.
 PART_SCHEMA = pa.schema(
     [
         ("position", pa.int64()),
-        ("key", pa.string()),
-        ("caption", pa.string()),
-        ("source", pa.string()),
+        *(column for column in PAIRS_SCHEMA if column.name not in ("pair_id", "image_id", "shard")),
         ("image", pa.string()),
-        ("split", pa.string()),
-        ("width", pa.int32()),
-        ("height", pa.int32()),
-        ("image_sha256", pa.string()),
-        ("image_offset", pa.int64()),
-        ("image_size", pa.int64()),
         ("rank", pa.uint64()),
     ]
 )
@@ -271,7 +265,7 @@ class _PartMaker:
         split = next((row.split for row in image.rows if row.split is not None), None)
         source, hexdigest, name = self._job.names[image.source], digest.hexdigest(), image.request.image
         start = (image.position, key)
-        end = (source, name, split, facts.width, facts.height, hexdigest, offset, size, rank)
+        end = (source, split, facts.width, facts.height, hexdigest, offset, size, name, rank)
         for text in captions:
             self._pairs.add((*start, text, *end))
         self.tally.images += 1

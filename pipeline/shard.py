@@ -7,13 +7,16 @@ a killed run goes on where it stopped and ends with the same bytes.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,7 @@ from fnpipe.pipeline.finishing import total_tally, write_quarantine, write_table
 from fnpipe.pipeline.order import image_groups, shard_rows
 from fnpipe.pipeline.parts import QUARANTINE_SCHEMA, ROWS, Job, Tally, make_part, part_path, shard_name
 from fnpipe.pipeline.progress import progress
+from fnpipe.pipeline.sources.files import exists, is_directory, parent
 from fnpipe.pipeline.sources.opening import READERS, open_sources
 from fnpipe.pipeline.sources.rows import RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
@@ -38,6 +42,8 @@ from fnpipe.pipeline.workers import Workers, available_cpus
 from fnpipe.pipeline.workspace import FORMAT_VERSION, MANIFEST, read_manifest
 
 PARTS = "parts"
+_LOCK = ".lock"
+_USUAL_SPLITS = ("train", "val", "validation", "dev", "test")
 # What a sharding lays down beside its manifest; none of it may be somebody else's.
 _OUTPUTS = ("shards", "pairs", "images", PARTS, "quarantine.parquet")
 
@@ -113,6 +119,7 @@ def shard(sources: Sequence[str], workspace: str, config: ShardConfig, *, overwr
     started = time.monotonic()
     root = Path(workspace)
     opened = open_sources(sources, config.format)
+    _require_room(root, opened, config)
     begun = {
         "format": FORMAT_VERSION,
         "complete": False,
@@ -122,20 +129,58 @@ def shard(sources: Sequence[str], workspace: str, config: ShardConfig, *, overwr
         ],
         "params": config.params(),
     }
-    before = _begin(root, begun, overwrite=overwrite)
-    if before.get("complete") and _inputs_unchanged(before["inputs"]):
-        return {**summary_of(root, before), "already_finished": True}
-    try:
-        manifest = _run(root, opened, config, before, begun)
-    except InputError:
-        if not before:
+    with _alone(root):
+        before = _begin(root, begun, overwrite=overwrite)
+        if before.get("complete") and _inputs_unchanged(before["inputs"]):
+            return {**summary_of(root, before), "already_finished": True}
+        try:
+            manifest = _run(root, opened, config, before, begun)
+        except InputError:
+            if not before:
+                _clear(root)
+            raise
+        except _NothingKept as nothing:
             _clear(root)
-        raise
-    except _NothingKept as nothing:
-        _clear(root)
-        raise InputError(str(nothing)) from None
+            raise InputError(str(nothing)) from None
     seconds = round(time.monotonic() - started, 3)
     return {**summary_of(root, manifest), "already_finished": bool(before.get("complete")), "seconds": seconds}
+
+
+def _require_room(root: Path, sources: list[Source], config: ShardConfig) -> None:
+    """Refuse to write where a source lies: its next reading would find our files, or not find its own."""
+    targets = [("workspace", str(root.absolute()))]
+    if config.shards is not None:
+        targets.append(("--shards", _absolute(config.shards)))
+    for what, target in targets:
+        for source in sources:
+            taken = _absolute(source.path) if is_directory(source.path) else None
+            tars = {parent(_absolute(member)) for member in source.members if what == "--shards"}
+            if (taken is not None and f"{target}/".startswith(f"{taken}/")) or target.rstrip("/") in tars:
+                raise InputError(f"{what} {target}: lies inside the source {source.path}; choose a place outside it")
+
+
+@contextmanager
+def _alone(root: Path) -> Iterator[None]:
+    """Hold the workspace against a second run, which would sweep up what the first is writing.
+
+    The lock lies beside the workspace's own files and goes with the process, however that ends.
+    """
+    if root.exists() and not root.is_dir():
+        raise InputError(f"{root}: a file, where the workspace should be")
+    made = not root.exists()
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / _LOCK
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise InputError(f"{root}: another `fnpipe shard` is at work here; wait for it, or end it") from None
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            if made and not any(root.iterdir()):
+                root.rmdir()
 
 
 def summary_of(root: Path, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -163,7 +208,9 @@ def _run(
     """Read, cut, make and finish; ``before`` is the manifest that an earlier run left, or empty."""
     parts = root / PARTS
     with Workers(config.workers or available_cpus(), preload="fnpipe.pipeline.parts") as workers:
-        plan = _read(sources, config.read_options(), Tools(workers.map, parts / "spool"), config.in_place)
+        plan = _read(
+            sources, config.read_options(), Tools(partial(_watched, workers), parts / "spool"), config.in_place
+        )
         plan.cut(config)
         digest = plan.write(parts)
         if before.get("rows_digest", digest) != digest:
@@ -177,6 +224,8 @@ def _run(
         atomic.write_json(root / MANIFEST, begun)
         job = _job(root, sources, config)
         job.write(parts)
+        if job.shards is not None and not is_remote(job.shards):
+            atomic.sweep(Path(job.shards))
         _make_parts(parts, hashlib.sha256(f"{digest} {job}".encode()).hexdigest(), plan, workers)
     manifest = _finish(root, parts, plan, config, begun)
     atomic.write_json(root / MANIFEST, manifest)
@@ -254,6 +303,14 @@ def _read(sources: list[Source], how: ReadOptions, tools: Tools, in_place: bool)
     return _Plan(sources, pa.concat_tables(tables))
 
 
+def _watched(workers: Workers, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
+    """Map over the files of a source, showing how far reading has come."""
+    with progress("read", len(items), "files") as advance:
+        for result in workers.map(function, items):
+            yield result
+            advance(1)
+
+
 def _require_plain_tars(source: Source) -> None:
     if source.format != "webdataset":
         raise InputError(f"{source.path}: --in-place indexes tars; this is {source.format}")
@@ -274,7 +331,7 @@ def _quarantined(rows: pa.Table, sources: list[Source]) -> pa.Table:
 
 
 def _job(root: Path, sources: list[Source], config: ShardConfig) -> Job:
-    shards = config.shards or str(root.absolute() / "shards")
+    shards = _absolute(config.shards or str(root / "shards"))
     return Job(
         names=[source.name for source in sources],
         roots=[_absolute(source.root) for source in sources],
@@ -313,7 +370,7 @@ def _finish(root: Path, parts: Path, plan: _Plan, config: ShardConfig, begun: di
             "quarantined": quarantined,
             "captions_dropped": tally.captions_dropped,
         },
-        "notes": [note for source in plan.sources for note in source.notes],
+        "notes": [note for source in plan.sources for note in source.notes] + _untrained(tables.splits),
         "shards": [_shard_url(plan, config, shard) for shard in tables.shards],
         "images_per_shard": tables.images,
         "pairs_per_shard": tables.pairs,
@@ -321,6 +378,15 @@ def _finish(root: Path, parts: Path, plan: _Plan, config: ShardConfig, begun: di
         "digest": tables.digest,
         "inputs": [_input(path) for source in plan.sources for path in source.inputs],
     }
+
+
+def _untrained(splits: Counter[str]) -> list[str]:
+    """A note on splits such as Karpathy's ``restval`` that are neither trained on nor held out by custom."""
+    return [
+        f"{count:,} pairs are in the split {name!r}, which training leaves out"
+        for name, count in sorted(splits.items())
+        if name not in _USUAL_SPLITS
+    ]
 
 
 def _shard_url(plan: _Plan, config: ShardConfig, shard: int) -> str:
@@ -352,11 +418,10 @@ def _begin(root: Path, begun: dict[str, Any], *, overwrite: bool) -> dict[str, A
     Raises:
         InputError: the directory holds other things, or was begun with other sources or parameters.
     """
-    if root.exists() and not root.is_dir():
-        raise InputError(f"{root}: a file, where the workspace should be")
     manifest = read_manifest(root)
     if manifest is None:
         foreign = next((name for name in _OUTPUTS if (root / name).exists()), None)
+        _refuse_other_shards(begun["params"]["shards"])
         if foreign is not None:
             raise InputError(f"{root}: holds {foreign!r} but no {MANIFEST}, so it is no workspace; choose another")
     elif overwrite or manifest.get("clearing"):
@@ -367,9 +432,16 @@ def _begin(root: Path, begun: dict[str, Any], *, overwrite: bool) -> dict[str, A
         _refuse_mixing(root, manifest, begun)
         for name in _OUTPUTS:
             atomic.sweep(root / name)
+        if manifest.get("complete"):
+            shutil.rmtree(root / PARTS, ignore_errors=True)
         return manifest
     atomic.write_json(root / MANIFEST, begun)
     return {}
+
+
+def _refuse_other_shards(shards: str | None) -> None:
+    if shards is not None and exists(f"{shards.rstrip('/')}/{shard_name(0)}"):
+        raise InputError(f"--shards {shards}: holds {shard_name(0)} of another workspace; choose another place")
 
 
 def _refuse_mixing(root: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
@@ -396,8 +468,6 @@ def _shown(value: Any) -> str:
 def _clear(root: Path) -> None:
     _remove_outputs(root)
     (root / MANIFEST).unlink(missing_ok=True)
-    if not any(root.iterdir()):
-        root.rmdir()
 
 
 def _remove_outputs(root: Path) -> None:

@@ -49,7 +49,7 @@ def status(workspace: str, *, quarantine: bool = False) -> dict[str, Any]:
 
 
 def _without_manifest(root: Path) -> dict[str, str]:
-    empty = not any(root.iterdir())
+    empty = not any(path for path in root.iterdir() if not path.name.startswith("."))
     state = "an empty directory" if empty else f"no workspace: it holds no {MANIFEST}"
     return {"state": state, "next": f"fnpipe shard SOURCE {root if empty else 'WORKSPACE'}"}
 

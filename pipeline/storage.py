@@ -62,7 +62,8 @@ def read_ranges(
 def _pread(path: str, offset: int, size: int) -> bytes:
     # The process id is in the key, so that a forked worker opens its own files; the handle is held while it is
     # read, so that another thread's eviction cannot close it underneath.
-    handle = _open(os.getpid(), path)
+    # The inode is in it too: a file that was written anew at the same path is another file.
+    handle = _open(os.getpid(), path, os.stat(path).st_ino)
     data = os.pread(handle.number, size, offset)
     if len(data) != size:
         raise OSError(f"{path}: ends inside the range {offset}+{size}")
@@ -81,5 +82,5 @@ class _Handle:
 
 
 @lru_cache(maxsize=256)
-def _open(process: int, path: str) -> _Handle:
+def _open(process: int, path: str, inode: int) -> _Handle:
     return _Handle(path)

@@ -206,6 +206,8 @@ def _walk(file: _RandomAccess, damage: list[Damage]) -> Iterator[Member]:
     while at < file.size:
         header = file.read(at, BLOCK)
         if len(header) < BLOCK:
+            if ended and not header.strip(b"\0"):
+                return
             damage.append(Damage(at, f"cut off inside a header, at byte {file.size:,}"))
             return
         if header == _ZERO_BLOCK:
@@ -244,7 +246,7 @@ def _checksum_holds(header: bytes) -> bool:
         stored = int(header[148:156].split(b"\0")[0].strip() or b"-1", 8)
     except ValueError:
         return False
-    return stored == sum(header) - sum(header[148:156]) + 8 * ord(" ")
+    return stored == sum(header[:148]) + sum(header[156:]) + 8 * ord(" ")
 
 
 def _next_header(file: _RandomAccess, at: int) -> int:

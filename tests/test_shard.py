@@ -490,6 +490,53 @@ def test_leftovers_of_a_killed_run_are_swept(make_pairs: MakePairs, shard_to: Sh
     assert not (tmp_path / "workspace" / "parts").exists()
 
 
+def test_nothing_is_written_where_a_source_lies(tars: Path, shard_to: Shard, tmp_path: Path):
+    with pytest.raises(InputError, match="lies inside the source"):
+        shard_to("tars/workspace", tars)
+    for source in (tars, tars / "00000.tar"):
+        with pytest.raises(InputError, match=r"--shards .* lies inside the source"):
+            shard_to("workspace", source, shards=str(tars))
+    shard_to("first", tars, shards=str(tmp_path / "elsewhere"))
+    with pytest.raises(InputError, match="of another workspace"):
+        shard_to("second", tars, shards=str(tmp_path / "elsewhere"))
+    assert not (tmp_path / "second").exists()
+
+
+def test_parts_that_a_kill_left_behind_a_finished_run_are_removed(make_pairs: MakePairs, shard_to: Shard):
+    source = make_pairs(4)
+    workspace = shard_to("workspace", source)
+    (workspace.root / "parts").mkdir()
+    (workspace.root / "parts" / "rows.arrow").write_bytes(b"left")
+    shard_to("workspace", source)
+    assert not (workspace.root / "parts").exists()
+
+
+def test_a_second_run_beside_a_first_is_turned_away(make_pairs: MakePairs, shard_to: Shard, monkeypatch):
+    source = make_pairs(4)
+    seen = []
+
+    def second(*arguments: Any, **options: Any) -> None:
+        with pytest.raises(InputError, match="another `fnpipe shard` is at work here"):
+            shard_to("workspace", source)
+        seen.append(arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fnpipe.pipeline.shard.write_tables", second)
+        with pytest.raises(AttributeError):
+            shard_to("workspace", source)
+    assert seen
+    shard_to("workspace", source)
+
+
+def test_a_tar_written_anew_at_its_old_place_is_read_anew(make_pairs: MakePairs, shard_to: Shard, tmp_path: Path):
+    source, other = make_pairs(6), make_pairs(3, folder="other")
+    first = pictures_of(shard_to("workspace", source))
+    shard([str(other)], str(tmp_path / "workspace"), ShardConfig(workers=1), overwrite=True)
+    second = pictures_of(Workspace.open(tmp_path / "workspace"))
+    assert set(second) == {path.read_bytes() for path in (other.parent / "pictures").iterdir()}
+    assert len(first) == 6
+
+
 @pytest.mark.parametrize(
     "options",
     [{"images_per_shard": 0}, {"holdout": 0}, {"holdout": 1.5}, {"seed": -1}, {"verify": True}, {"workers": 0}],

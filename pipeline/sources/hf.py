@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pyarrow as pa
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.sources.columns import Mapped, add_columns, caption_values, require_image_type
-from fnpipe.pipeline.sources.files import exists, join, natural, walk
+from fnpipe.pipeline.sources.files import exists, join, natural, open_binary, walk
 from fnpipe.pipeline.sources.folder import metadata_files, read_folder
 from fnpipe.pipeline.sources.parquet import parquet_members, read_parquet, split_of
 from fnpipe.pipeline.sources.rows import RowBuilder
@@ -55,8 +56,7 @@ def read_hf(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) ->
 def _arrow_files(directory: str) -> list[tuple[str, str | None]]:
     """The Arrow files of a data set and the split of each, in order."""
     if exists(join(directory, _SPLITS)):
-        with open(local_path(join(directory, _SPLITS)), encoding="utf-8") as file:
-            splits = json.load(file)["splits"]
+        splits = _read_json(join(directory, _SPLITS))["splits"]
         return [(join(split, name), split) for split in splits for name in _state_files(join(directory, split))]
     if exists(join(directory, _STATE)):
         return [(name, None) for name in _state_files(directory)]
@@ -65,14 +65,18 @@ def _arrow_files(directory: str) -> list[tuple[str, str | None]]:
 
 
 def _state_files(directory: str) -> list[str]:
-    path = join(directory, _STATE)
-    try:
-        with open(local_path(path), encoding="utf-8") as file:
-            return [str(part["filename"]) for part in json.load(file)["_data_files"]]
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; the data set was not saved whole") from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path}: damaged ({error})") from None
+    return [str(part["filename"]) for part in _read_json(join(directory, _STATE))["_data_files"]]
+
+
+def _read_json(path: str) -> dict[str, Any]:
+    with open_binary(path) as file:
+        try:
+            value = json.load(file)
+        except ValueError as error:
+            raise InputError(f"{path}: damaged ({error})") from None
+    if not isinstance(value, dict) or not value.keys() & {"splits", "_data_files"}:
+        raise InputError(f"{path}: not what save_to_disk writes")
+    return value
 
 
 def _read_arrow(source: Source, how: ReadOptions, rows: RowBuilder, files: list[tuple[str, str | None]]) -> None:

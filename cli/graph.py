@@ -147,13 +147,19 @@ def audit_command(
         write_plot(result, plot_path)
 
     def render() -> None:
+        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
 
         judges = list(result.rows[0].judged)
-        table = Table(title=f"hardest in-batch negatives, batches of {result.batch_size}")
-        for column in ("batches", "hardest", "mean", "p5", "p50", "p95", "above recorded", *judges):
-            table.add_column(column, justify="left" if column == "batches" else "right", no_wrap=column == "batches")
+        table = Table(
+            title=f"similarity of hardest in-batch negatives, batches of {result.batch_size}",
+            caption="harder: more similar to the anchor than its own partner",
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+        )
+        for column in ("batches", "anchors", "mean", "p5", "p50", "p95", "harder", *judges):
+            table.add_column(column, justify="left" if column == "batches" else "right", no_wrap=True)
         for row in result.rows:
             shares = ["-" if value is None else f"{value:.2%}" for value in row.judged.values()]
             quantiles = [f"{row.quantiles[q]:.3f}" for q in ("p5", "p50", "p95")]

@@ -147,7 +147,6 @@ def audit_command(
         write_plot(result, plot_path)
 
     def render() -> None:
-        from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
 
@@ -155,8 +154,7 @@ def audit_command(
         table = Table(
             title=f"similarity of hardest in-batch negatives, batches of {result.batch_size}",
             caption="harder: more similar to the anchor than its own partner",
-            box=SIMPLE_HEAD,
-            pad_edge=False,
+            box=None,
         )
         for column in ("batches", "anchors", "mean", "p5", "p50", "p95", "harder", *judges):
             table.add_column(column, justify="left" if column == "batches" else "right", no_wrap=True)

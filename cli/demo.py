@@ -237,8 +237,8 @@ def _mine(workspace: Workspace, truth: Truth, config: DemoConfig) -> Done:
     made = mine_connections(workspace, mine, load_discriminator(CON_D, workspace))
     found = stage_against_truth(workspace.stage(f"edges/{EDGES}"), truth)
     labels = ", ".join(f"{count:,} {label}" for label, count in made.labels.items())
-    text = f"{made.unique_combinations:,} combinations: {labels}"
-    facts = {key: getattr(found, key) for key in ("judged", "true", "positives", "precision", "recall")}
+    text = f"{made.unique_combinations:,} combinations: {labels}, {made.identity:,} of these by equal captions"
+    facts = {key: getattr(found, key) for key in ("judged", "true", "positives", "precision", "recall", "identity")}
     return text, {**facts, "labels": dict(made.labels)}
 
 

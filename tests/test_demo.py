@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -52,6 +53,14 @@ def test_the_proposed_query_shows_mined_positives(finished: tuple[Path, dict, li
     rows = duckdb.sql(first_look(finished[1]["edges"])).fetchall()
     assert len(rows) == min(9, finished[1]["mined"]["positives"])
     assert all(p > 0.8 for _, _, p in rows)
+
+
+def test_the_readme_s_lines_for_duckdb_polars_and_pandas_run(finished: tuple[Path, dict, list[str]]):
+    for package in ("duckdb", "polars", "pandas"):
+        pytest.importorskip(package)
+    readme = (Path(__file__).parent.parent / "README.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    exec(block.replace("work/", f"{finished[0]}/"), {})
 
 
 def test_evaluation_covers_the_start_and_every_method_in_percent(finished: tuple[Path, dict, list[str]]):

@@ -67,15 +67,15 @@ class OpenClipEncoder:
         self.prepare_image = transform
         self.tokenize = Tokenize(tokenizer)
         self._model = model
-        self._transform = transform
+        self.transform = transform
         self._device = device
-        self._dtype = dtype
+        self.dtype = dtype
         self._tower = text_tower_to_cut(model)
 
     @torch.inference_mode()
     def encode_images(self, batch: torch.Tensor, /) -> torch.Tensor:
-        pixels = self._transform.normalise(batch.to(self._device, non_blocking=True))
-        pixels = pixels.to(self._dtype, memory_format=torch.channels_last)
+        pixels = self.transform.normalise(batch.to(self._device, non_blocking=True))
+        pixels = pixels.to(self.dtype, memory_format=torch.channels_last)
         return _tensor(self._model.encode_image(pixels))  # type: ignore[operator]
 
     @torch.inference_mode()

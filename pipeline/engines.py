@@ -7,6 +7,7 @@ lost worker's task to another one, and to not wait for workers that the cluster 
 from __future__ import annotations
 
 import logging
+import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
@@ -170,6 +171,8 @@ def _connect(address: str | None) -> Any:
         import ray
     except ImportError:
         raise InputError("--engine ray needs Ray; install it with `pip install 'fnpipe[ray]'`") from None
+    if address is not None:
+        _require_listener(address)
     try:
         ray.init(
             address=address,
@@ -182,3 +185,17 @@ def _connect(address: str | None) -> Any:
         reason = str(error).strip().splitlines()[0][:200]
         raise InputError(f"--ray-address {address}: no Ray cluster there ({reason})") from None
     return ray
+
+
+def _require_listener(address: str) -> None:
+    """Ray itself tries an address for minutes before it gives up."""
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if not host or not port.isdigit():
+        # `auto` and the like are looked up by Ray, at once.
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        raise InputError(
+            f"--ray-address {address}: nothing answers there ({error}); start it with `ray start`"
+        ) from None

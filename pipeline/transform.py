@@ -120,18 +120,13 @@ _PILLOW = {"bicubic": Image.Resampling.BICUBIC, "bilinear": Image.Resampling.BIL
 
 
 def _resize(rgb: np.ndarray, size: tuple[int, int], interpolation: str) -> torch.Tensor:
-    (height, width), (new_height, new_width) = rgb.shape[:2], size
-    if (height, width) == size:
-        return torch.from_numpy(np.require(rgb, requirements=["C", "W"])).permute(2, 0, 1)
-    # Both libraries filter rows, then columns, with a rounding in between; but Pillow takes columns first where that
-    # is the axis that shrinks while the other grows. Turned on its side, torch does the same.
-    turned = new_height < height and new_width > width
     # Pillow's arrays are read-only, which torch warns of.
-    source = np.require(rgb.transpose(1, 0, 2) if turned else rgb, requirements=["C", "W"])
-    picture = torch.from_numpy(source).permute(2, 0, 1)
-    wanted = (new_width, new_height) if turned else size
-    out = torch.nn.functional.interpolate(picture[None], wanted, mode=interpolation, antialias=True)[0]
-    return out.permute(0, 2, 1) if turned else out
+    picture = torch.from_numpy(np.require(rgb, requirements=["C", "W"])).permute(2, 0, 1)
+    if picture.shape[1:] == size:
+        return picture
+    # Rows are filtered before columns, with a rounding in between, as in Pillow up to 12. Pillow 13 turns that round
+    # for pictures much taller than wide, whose pixels it rounds differently by up to six steps (a quarter on average).
+    return torch.nn.functional.interpolate(picture[None], size, mode=interpolation, antialias=True)[0]
 
 
 def _crop_or_pad(picture: torch.Tensor, size: tuple[int, int], fill: int) -> torch.Tensor:

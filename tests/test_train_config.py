@@ -97,7 +97,7 @@ def test_without_a_held_out_split_nothing_is_evaluated():
 
 def test_resolving_leaves_nothing_open_but_the_inputs():
     left = {k for k, v in dataclasses.asdict(resolved(TrainConfig(method="mafa"))).items() if v is None}
-    assert left == {"init", "groups", "edges", "truth", "threads", "image_size", "fusion_layers", "materialized"}
+    assert left == {"init", "groups", "edges", "truth", "threads", "image_size", "fusion_layers", "materialized", "agreement"}
 
 
 def test_the_sigmoid_loss_has_no_smoothing_and_no_gathering():

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from conftest import MakeWorkspace
+from conftest import MakeWorkspace, flat_colour
 from fnpipe.mining.edges import EDGES_SCHEMA, LABELS, SOURCES, named
 from fnpipe.mining.grouping import PLAN_SCHEMA
 from fnpipe.pipeline import atomic
@@ -473,6 +473,42 @@ def test_a_stream_that_is_damaged_or_of_another_plan_is_refused(mafa_workspace: 
     write_plan(mafa_workspace, [[0, 1], [2, 3]], name="other")
     with pytest.raises(InputError, match="another plan than groups/other"):
         train(mafa_workspace, {**values, "groups": "other"}, run="r4")
+
+
+class TableDiscriminator:
+    """p by image and caption, from a function; pictures are told apart by their colour."""
+
+    def __init__(self, p: Callable[[int, int], float]) -> None:
+        self.p = p
+        self.description: dict[str, Any] = {}
+
+    def prepare_images(self, rgbs: Any, /) -> list[int]:
+        colours = {flat_colour(i): i for i in range(24)}
+        return [colours[tuple(rgb[0, 0].tolist())] for rgb in rgbs]
+
+    def prepare_texts(self, captions: Any, /) -> list[int]:
+        assert [len(c) for c in captions] == sorted(len(c) for c in captions)
+        # "picture 7 caption 1" is pair 2 * 7 + 1.
+        return [2 * int(words[1]) + int(words[3]) for words in map(str.split, captions)]
+
+    def score_pairs(self, images: Any, image_rows: Any, texts: Any, text_rows: Any, /) -> np.ndarray:
+        scored = [self.p(images[i], texts[j]) for i, j in zip(image_rows, text_rows, strict=True)]
+        return np.array(scored, np.float32)
+
+
+def test_agreement_is_the_share_of_labels_that_con_d_gives_again(mafa_workspace: Workspace):
+    values = {**MAFA, "epochs": 1, "agreement_steps": 2}
+
+    def as_mined(image: int, pair: int) -> float:
+        return (image * 7 + pair // 2) % 10 / 9
+
+    train(mafa_workspace, values, run="same", con_d=TableDiscriminator(as_mined))
+    lines = logged(mafa_workspace, "same")
+    assert [line.get("agreement") for line in lines] == [1.0, None] * 3
+    train(mafa_workspace, {**values, "agreement_steps": 1}, run="never", con_d=TableDiscriminator(lambda i, j: 0.99))
+    for line in logged(mafa_workspace, "never"):
+        assert line["agreement"] == pytest.approx(line["positives"] / 8)
+    assert equal(weights(mafa_workspace, "same"), weights(mafa_workspace, "never"))
 
 
 def test_a_failed_overwrite_leaves_the_old_run(make_workspace: MakeWorkspace):

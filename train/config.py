@@ -73,6 +73,8 @@ class TrainConfig:
         materialized: where ``fnpipe group --materialize`` has put the plan: its shards are read front to back.
         edges: the mined edges; None: the only ones there are where the method needs some.
         truth: a truth file, for the share of false negatives met and for mAP@R.
+        agreement: ``itm:RUN`` or ``itm:demo``: run this discriminator on every ``agreement_steps``-th batch, and log
+            how often it would have said what was looked up.
         epochs: None: 20, for fnpipe-tiny as many as make about 3,600 steps.
         batch_size: of random batches (None: 64 for fnpipe-tiny, else 128); a plan has its own.
         seed: every random draw derives from it, the epoch and the batch.
@@ -121,6 +123,8 @@ class TrainConfig:
     materialized: str | None = None
     edges: str | None = None
     truth: str | None = None
+    agreement: str | None = None
+    agreement_steps: int = 50
     epochs: int | None = None
     batch_size: int | None = None
     seed: int = 0
@@ -179,6 +183,7 @@ class TrainConfig:
 
 _INF = math.inf
 _BOUNDS: tuple[tuple[str, float, float], ...] = (
+    ("agreement_steps", 1, _INF),
     ("epochs", 1, _INF),
     ("batch_size", 1, _INF),
     ("seed", 0, 2**63 - 1),

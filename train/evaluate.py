@@ -20,7 +20,6 @@ from fnpipe.mining.truth import Truth
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.progress import Advance, progress
-from fnpipe.pipeline.transform import Transform
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.metrics import Positives, Scores, cosine_scores, reranked_scores, retrieval, top_items
 from fnpipe.train.model import VLModel
@@ -193,7 +192,7 @@ class _Encoder:
         self.model = model
         self.samples = samples
         self.device = model.temp.device
-        self.transform = Transform.of(dict(model.config.preprocess or {}))
+        self.transform = model.transform
         self.picture_codes = np.empty(workspace.n_images, np.int64)
         self.picture_codes[pairs["image_id"].to_numpy()] = codes_of(pairs["image_sha256"])
         self.caption_codes = codes_of(pc.utf8_trim_whitespace(pairs["caption"]))

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
+from fnpipe.mining.discriminators import Discriminator
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import FORMAT_VERSION, Workspace
 from fnpipe.train.batches import share
+from fnpipe.train.con_d import load_discriminator
 from fnpipe.train.config import FREE_ON_RESUME, TINY, TrainConfig, make_config, resolve
 from fnpipe.train.evaluate import read_queries
 from fnpipe.train.inputs import init_digest, open_inputs
@@ -37,12 +39,13 @@ def train(
     overwrite: bool = False,
     report: Report = lambda line: None,
     after_step: AfterStep = lambda step: None,
+    con_d: Discriminator | None = None,
 ) -> dict[str, Any]:
     """Train, and leave ``runs/<run>/``; a run that was interrupted goes on, a finished one is left as it is.
 
     Args:
         values: of `TrainConfig`, checked by `read_values`. resume: those not given are as the run was started.
-        report: takes a line for people after every epoch.
+        report: takes a line for people after every epoch. con_d: in the place of the one that ``agreement`` names.
 
     Returns:
         The summary that also stands in ``config.json`` as ``result``.
@@ -64,6 +67,9 @@ def train(
         with _deterministic(group.device):
             training = _prepare(workspace, config, asked, before, directory, group, overwrite)
             training.report, training.after_step = report, after_step
+            if con_d is None and config.agreement is not None:
+                con_d = load_discriminator(config.agreement, workspace, group.device)
+            training.con_d = con_d
             try:
                 with _stop_signals(training.ask_to_stop):
                     return training.run(run)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fnpipe.pipeline.transform import Transform
+from fnpipe.train.agreement import hardest_pairs
 from fnpipe.train.batches import Batch
 from fnpipe.train.masking import IGNORED, mask_tokens
 from fnpipe.train.model import VLModel
@@ -72,7 +72,7 @@ class TrainStep(nn.Module):
         super().__init__()
         self.model = model
         self.config = config
-        self.transform = Transform.of(dict(model.config.preprocess or {}))
+        self.transform = model.transform
 
     def forward(
         self, batch: StepInput, smoothing: float, generator: torch.Generator
@@ -163,14 +163,5 @@ Matches = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 def false_negatives(batch: Batch, decisions: Decisions, matches: Matches) -> tuple[int, int]:
     """How many of the batch's hardest negatives are true by ``matches``, and how many there are, both directions."""
-    found, asked = 0, 0
-    for anchors, candidates, hardest, by_image in (
-        (batch.image_ids, batch.pair_ids, decisions.hardest_i2t, True),
-        (batch.pair_ids, batch.image_ids, decisions.hardest_t2i, False),
-    ):
-        rows = hardest.cpu().numpy()
-        some = rows >= 0
-        mine, other = anchors[some], candidates[rows[some]]
-        found += int((matches(mine, other) if by_image else matches(other, mine)).sum())
-        asked += int(some.sum())
-    return found, asked
+    images, texts = hardest_pairs(decisions)
+    return int(matches(batch.image_ids[images], batch.pair_ids[texts]).sum()), len(images)

@@ -15,10 +15,11 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from fnpipe.mining.discriminators import Discriminator
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import Advance, progress
-from fnpipe.pipeline.transform import Transform
+from fnpipe.train.agreement import agreement
 from fnpipe.train.augment import make_augment
 from fnpipe.train.batches import Batch, FullPixels, Loader, Pixels, TinyPixels, share
 from fnpipe.train.checkpoints import load_state, save_state, save_weights, truncate
@@ -55,6 +56,7 @@ class Training:
 
     report: Report
     after_step: AfterStep
+    con_d: Discriminator | None = None
 
     def __init__(
         self,
@@ -218,6 +220,11 @@ class Training:
                 "ambiguous": counts["ambiguous"],
                 "mlm_joined": counts["joined"],
             }
+        if self.con_d is not None and self.position.step % self.config.agreement_steps == 0:
+            ecm = self.step.config.ecm
+            values["agreement"] = agreement(
+                batch, decisions, self.con_d, self.inputs.samples, ecm.tau_low, ecm.tau_high
+            )
         if self.inputs.truth is not None:
             found, hardest = false_negatives(batch, decisions, self.inputs.truth.matches)
             values["false_negatives"] = found / max(hardest, 1)
@@ -352,7 +359,7 @@ class Training:
 
 def _pixels(config: TrainConfig, inputs: Inputs, model: VLModel) -> Pixels:
     """Pictures at the input size, kept in memory where they fit, for mild augmentation; else from their full size."""
-    transform, flip = Transform.of(dict(model.config.preprocess or {})), bool(config.flip)
+    transform, flip = model.transform, bool(config.flip)
     if config.augment in ("tiny", "none"):
         budget = 0 if config.workers or inputs.stream else config.cache_mib << 20
         pictures = FittedPictures(inputs.samples, transform, model.image_size, inputs.image_ids, budget)

@@ -1,0 +1,44 @@
+"""Agreement: would Con-D, run online on the batch, have said what was looked up?"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from fnpipe.mining.discriminators import Discriminator
+from fnpipe.mining.edges import label_candidates
+from fnpipe.train.batches import Batch
+from fnpipe.train.objectives import Decisions
+from fnpipe.train.pictures import Samples, decoded
+
+
+def agreement(
+    batch: Batch, decisions: Decisions, con_d: Discriminator, samples: Samples, tau_low: float, tau_high: float
+) -> float:
+    """The share of the batch's hardest negatives, of both directions, that have the label Con-D gives them now.
+
+    One that was not judged offline counts as the negative that training takes it for. 1 for a batch without negatives.
+    """
+    images, texts = hardest_pairs(decisions)
+    if not len(images):
+        return 1.0
+    pictures = [decoded(data) for data in samples.read(batch.image_ids)]
+    captions = samples.texts(batch.pair_ids)
+    # The protocol wants captions by length.
+    order = np.argsort([len(caption) for caption in captions], kind="stable")
+    place = np.argsort(order)
+    features = con_d.prepare_images([rgb for rgb in pictures if rgb is not None])
+    p = con_d.score_pairs(features, images, con_d.prepare_texts([captions[i] for i in order]), place[texts])
+    known = torch.full((len(batch), len(batch)), torch.nan) if batch.p is None else batch.p
+    looked_up = np.nan_to_num(known.numpy()[images, texts], nan=0.0)
+    now, then = (label_candidates(values, tau_low, tau_high) for values in (p, looked_up))
+    return float(np.mean(now == then))
+
+
+def hardest_pairs(decisions: Decisions) -> tuple[np.ndarray, np.ndarray]:
+    """Image rows and text rows of every hardest negative: of the images first, then of the texts."""
+    of_image, of_text = decisions.hardest_i2t.cpu().numpy(), decisions.hardest_t2i.cpu().numpy()
+    anchors = np.arange(len(of_image))
+    images, texts = np.concatenate([anchors, of_text]), np.concatenate([of_image, anchors])
+    some = (images >= 0) & (texts >= 0)
+    return images[some], texts[some]

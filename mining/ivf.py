@@ -162,12 +162,12 @@ def probes_for_recall(lists: InvertedLists, queries: np.ndarray, true_rows: np.n
     """
     cell_of_row = np.empty(len(lists.rows), np.int64)
     cell_of_row[lists.rows] = np.repeat(np.arange(len(lists.cells)), np.diff(lists.starts))
+    closeness = queries @ lists.cells.directions.T
+    ascending = np.sort(closeness, axis=1)
     ranks = []
-    for query, true in zip(queries, true_rows, strict=True):
-        closeness = lists.cells.directions @ query
-        ascending = np.sort(closeness)
-        reached = closeness[cell_of_row[true[true >= 0]]]
-        ranks.append(len(ascending) - np.searchsorted(ascending, reached, side="right"))
+    for query, true in enumerate(true_rows):
+        reached = closeness[query, cell_of_row[true[true >= 0]]]
+        ranks.append(len(lists.cells) - np.searchsorted(ascending[query], reached, side="right"))
     every = np.sort(np.concatenate(ranks))
     if not len(every):
         return 1

@@ -2,8 +2,8 @@
 
     python benchmarks/kill_shard.py [--kills 20 --images 6000]
 
-Each round starts a fresh workspace, kills the program (SIGKILL, after a random share of the time that a whole run
-takes), and runs it again to the end. The last line of the output is one JSON object; ``identical`` counts the rounds
+Each round starts a fresh workspace, kills the program (SIGKILL, when a random number of shards is done, and a little
+later), and runs it again to the end. The last line of the output is one JSON object; ``identical`` counts the rounds
 whose files were all the same.
 """
 
@@ -42,25 +42,32 @@ def kill(root: Path, chosen: argparse.Namespace) -> dict[str, int | float]:
     subprocess.run(command(root, root / "whole"), check=True, capture_output=True)
     whole_seconds = time.monotonic() - start
     whole = contents(root / "whole")
+    planned = len(list((root / "whole" / "shards").glob("*.tar")))
     moments = random.Random(chosen.seed)
-    identical = stages = 0
+    identical = amid = 0
     for number in range(chosen.kills):
         workspace = root / "killed"
         shutil.rmtree(workspace, ignore_errors=True)
         process = subprocess.Popen(command(root, workspace), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        time.sleep(moments.uniform(0, whole_seconds))
+        # From before the first shard to the last pass; the pause puts the kill anywhere between two of them.
+        wanted = moments.randint(0, planned)
+        while process.poll() is None and parts_done(workspace) < wanted:
+            time.sleep(0.002)
+        time.sleep(moments.uniform(0, 0.2))
         process.kill()
         process.wait()
-        left = len(list(workspace.glob("parts/*.parquet")))
-        stages += left > 0
+        left = parts_done(workspace)
+        amid += left > 0
         subprocess.run(command(root, workspace), check=True, capture_output=True)
         same = contents(workspace) == whole
         identical += same
-        print(f"kill {number + 1}: {left} parts were there; {'identical' if same else 'DIFFERENT'}", flush=True)
+        print(
+            f"kill {number + 1}: {left} of {planned} parts were there; {'same' if same else 'OTHER'} bytes", flush=True
+        )
     return {
         "kills": chosen.kills,
         "identical": identical,
-        "killed_amid_shards": stages,
+        "killed_amid_shards": amid,
         "seconds": round(whole_seconds, 2),
     }
 
@@ -68,6 +75,10 @@ def kill(root: Path, chosen: argparse.Namespace) -> dict[str, int | float]:
 def command(root: Path, workspace: Path) -> list[str]:
     flags = ["--images-per-shard", "200", "--workers", "2", "--holdout", "0.1"]
     return [sys.executable, "-m", "fnpipe.cli", "shard", str(root / "source" / "pairs.json"), str(workspace), *flags]
+
+
+def parts_done(workspace: Path) -> int:
+    return sum(path.stem.isdigit() for path in workspace.glob("parts/*.parquet"))
 
 
 def contents(workspace: Path) -> dict[str, str]:

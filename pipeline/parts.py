@@ -29,6 +29,8 @@ from fnpipe.pipeline.storage import filesystem, is_remote
 from fnpipe.pipeline.tars import TarWriter
 from fnpipe.pipeline.workspace import PAIRS_SCHEMA
 
+# Where parts lie until the last pass has made tables of them.
+PARTS = "parts"
 JOB, ROWS = "job.json", "rows.arrow"
 
 # The columns of ``pairs/`` but the ids, and what the last pass needs beside them.

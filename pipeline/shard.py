@@ -7,45 +7,33 @@ a killed run goes on where it stopped and ends with the same bytes.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
-import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.claim import alone, begin, clear, describe_input, inputs_unchanged, require_room
 from fnpipe.pipeline.decode import MAX_PIXELS
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.finishing import total_tally, write_quarantine, write_tables
-from fnpipe.pipeline.order import image_groups, shard_rows
-from fnpipe.pipeline.parts import QUARANTINE_SCHEMA, ROWS, Job, Tally, make_part, part_path, shard_name
+from fnpipe.pipeline.parts import PARTS, Job, Tally, make_part, part_path, shard_name
+from fnpipe.pipeline.planning import Plan, read_sources
 from fnpipe.pipeline.progress import progress
-from fnpipe.pipeline.sources.files import exists, is_directory, parent
-from fnpipe.pipeline.sources.opening import READERS, open_sources
-from fnpipe.pipeline.sources.rows import RowBuilder
-from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
-from fnpipe.pipeline.sources.webdataset import is_compressed
-from fnpipe.pipeline.storage import is_remote, local_path
+from fnpipe.pipeline.sources.files import absolute
+from fnpipe.pipeline.sources.opening import open_sources
+from fnpipe.pipeline.sources.source import ReadOptions, Source
+from fnpipe.pipeline.storage import is_remote
 from fnpipe.pipeline.workers import Workers, available_cpus
-from fnpipe.pipeline.workspace import FORMAT_VERSION, MANIFEST, read_manifest
+from fnpipe.pipeline.workspace import FORMAT_VERSION, MANIFEST
 
-PARTS = "parts"
-_LOCK = ".lock"
 _USUAL_SPLITS = ("train", "val", "validation", "dev", "test")
-# What a sharding lays down beside its manifest; none of it may be somebody else's.
-_OUTPUTS = ("shards", "pairs", "images", PARTS, "quarantine.parquet")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,68 +107,29 @@ def shard(sources: Sequence[str], workspace: str, config: ShardConfig, *, overwr
     started = time.monotonic()
     root = Path(workspace)
     opened = open_sources(sources, config.format)
-    _require_room(root, opened, config)
+    require_room(root, opened, config.shards)
     begun = {
         "format": FORMAT_VERSION,
         "complete": False,
         "seed": config.seed,
-        "sources": [
-            {"name": source.name, "format": source.format, "path": _absolute(source.path)} for source in opened
-        ],
+        "sources": [{"name": source.name, "format": source.format, "path": absolute(source.path)} for source in opened],
         "params": config.params(),
     }
-    with _alone(root):
-        before = _begin(root, begun, overwrite=overwrite)
-        if before.get("complete") and _inputs_unchanged(before["inputs"]):
+    with alone(root):
+        before = begin(root, begun, overwrite=overwrite)
+        if before.get("complete") and inputs_unchanged(before["inputs"]):
             return {**summary_of(root, before), "already_finished": True}
         try:
             manifest = _run(root, opened, config, before, begun)
         except InputError:
             if not before:
-                _clear(root)
+                clear(root)
             raise
         except _NothingKept as nothing:
-            _clear(root)
+            clear(root)
             raise InputError(str(nothing)) from None
     seconds = round(time.monotonic() - started, 3)
     return {**summary_of(root, manifest), "already_finished": bool(before.get("complete")), "seconds": seconds}
-
-
-def _require_room(root: Path, sources: list[Source], config: ShardConfig) -> None:
-    """Refuse to write where a source lies: its next reading would find our files, or not find its own."""
-    targets = [("workspace", str(root.absolute()))]
-    if config.shards is not None:
-        targets.append(("--shards", _absolute(config.shards)))
-    for what, target in targets:
-        for source in sources:
-            taken = _absolute(source.path) if is_directory(source.path) else None
-            tars = {parent(_absolute(member)) for member in source.members if what == "--shards"}
-            if (taken is not None and f"{target}/".startswith(f"{taken}/")) or target.rstrip("/") in tars:
-                raise InputError(f"{what} {target}: lies inside the source {source.path}; choose a place outside it")
-
-
-@contextmanager
-def _alone(root: Path) -> Iterator[None]:
-    """Hold the workspace against a second run, which would sweep up what the first is writing.
-
-    The lock lies beside the workspace's own files and goes with the process, however that ends.
-    """
-    if root.exists() and not root.is_dir():
-        raise InputError(f"{root}: a file, where the workspace should be")
-    made = not root.exists()
-    root.mkdir(parents=True, exist_ok=True)
-    path = root / _LOCK
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(f"{root}: another `fnpipe shard` is at work here; wait for it, or end it") from None
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
-            if made and not any(root.iterdir()):
-                root.rmdir()
 
 
 def summary_of(root: Path, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -208,10 +157,15 @@ def _run(
     """Read, cut, make and finish; ``before`` is the manifest that an earlier run left, or empty."""
     parts = root / PARTS
     with Workers(config.workers or available_cpus(), preload="fnpipe.pipeline.parts") as workers:
-        plan = _read(
-            sources, config.read_options(), Tools(partial(_watched, workers), parts / "spool"), config.in_place
-        )
-        plan.cut(config)
+        plan = read_sources(sources, config.read_options(), workers, parts / "spool", in_place=config.in_place)
+        if config.in_place:
+            plan.cut_by_tar()
+        else:
+            plan.cut_by_order(config.seed, config.images_per_shard)
+        if config.holdout is not None and config.holdout >= max(plan.n_images, 1):
+            raise InputError(
+                f"--holdout {config.holdout:g}: there are {plan.n_images:,} images; leave some to train on"
+            )
         digest = plan.write(parts)
         if before.get("rows_digest", digest) != digest:
             if before.get("complete"):
@@ -233,109 +187,12 @@ def _run(
     return manifest
 
 
-class _Plan:
-    """The rows of all sources, and how they are cut into shards.
-
-    Attributes:
-        rows: ``ROWS_SCHEMA``, those that are not quarantined for what they are. bad: the others, in quarantine's form.
-        per_source: rows read per source.
-        order, positions, bounds: see `fnpipe.pipeline.order.shard_rows`.
-    """
-
-    def __init__(self, sources: list[Source], table: pa.Table) -> None:
-        self.sources = sources
-        self.per_source = np.bincount(table["source"].to_numpy(), minlength=len(sources)).tolist()
-        bad = pc.is_valid(table["reason"])
-        self.bad = _quarantined(table.filter(bad), sources)
-        kept = table.drop_columns(["reason", "detail"])
-        self.rows = (kept.filter(pc.invert(bad)) if len(self.bad) else kept).combine_chunks()
-        self.order = np.arange(len(self.rows))
-        self.positions = self.order
-        self.bounds = np.zeros(1, np.int64)
-
-    @property
-    def n_shards(self) -> int:
-        return len(self.bounds) - 1
-
-    def cut(self, config: ShardConfig) -> None:
-        """Cut into shards: by seeded order, or (in place) one per tar in the order given."""
-        if config.in_place:
-            tars = self.rows["source"].to_numpy().astype(np.int64) << 32 | self.rows["file"].to_numpy()
-            self.bounds = np.append(np.flatnonzero(np.diff(tars, prepend=-1)), len(tars))
-        else:
-            groups = image_groups(self.rows)
-            self.order, self.positions, self.bounds = shard_rows(groups, config.seed, config.images_per_shard)
-
-    def tar_of(self, shard: int) -> str:
-        """The source's tar that a shard made in place stands for."""
-        row = int(self.bounds[shard])
-        source = self.sources[self.rows["source"][row].as_py()]
-        return _absolute(source.files[self.rows["file"][row].as_py()])
-
-    def images_in(self, shards: Sequence[int]) -> int:
-        return sum(len(np.unique(self.positions[self.bounds[s] : self.bounds[s + 1]])) for s in shards)
-
-    def write(self, parts: Path) -> str:
-        """Write the rows where workers can map them, one batch per shard; return their digest."""
-        schema = pa.schema([("position", pa.int64()), *self.rows.schema])
-        with atomic.replacing(parts / ROWS) as temporary, pa.ipc.new_file(str(temporary), schema) as writer:
-            for low, high in zip(self.bounds[:-1].tolist(), self.bounds[1:].tolist(), strict=True):
-                part = self.rows.take(pa.array(self.order[low:high]))
-                part = part.add_column(0, schema.field(0), pa.array(self.positions[low:high]))
-                writer.write_table(part.combine_chunks(), max_chunksize=high - low)
-        total = hashlib.sha256()
-        with (parts / ROWS).open("rb") as file:
-            while block := file.read(1 << 20):
-                total.update(block)
-        return total.hexdigest()
-
-
-def _read(sources: list[Source], how: ReadOptions, tools: Tools, in_place: bool) -> _Plan:
-    tables = []
-    for number, source in enumerate(sources):
-        if in_place:
-            _require_plain_tars(source)
-        rows = RowBuilder(number)
-        READERS[source.format](source, how, rows, tools)
-        if not len(rows):
-            raise InputError(f"{source.path}: no rows in it")
-        tables.append(rows.table())
-    return _Plan(sources, pa.concat_tables(tables))
-
-
-def _watched(workers: Workers, function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:
-    """Map over the files of a source, showing how far reading has come."""
-    with progress("read", len(items), "files") as advance:
-        for result in workers.map(function, items):
-            yield result
-            advance(1)
-
-
-def _require_plain_tars(source: Source) -> None:
-    if source.format != "webdataset":
-        raise InputError(f"{source.path}: --in-place indexes tars; this is {source.format}")
-    packed = next((member for member in source.members if is_compressed(member)), None)
-    if packed is not None:
-        raise InputError(f"{packed}: compressed tars cannot be read in place; shard them without --in-place")
-
-
-def _quarantined(rows: pa.Table, sources: list[Source]) -> pa.Table:
-    names = pa.array([source.name for source in sources], pa.string())
-    detail = pc.if_else(
-        pc.is_valid(rows["line"]),
-        pc.binary_join_element_wise("line ", pc.cast(rows["line"], pa.string()), ": ", rows["detail"], ""),
-        rows["detail"],
-    )
-    arrays = [pc.take(names, rows["source"]), rows["row"], pc.cast(rows["image"], pa.string()), rows["reason"], detail]
-    return pa.Table.from_arrays(arrays, schema=QUARANTINE_SCHEMA)
-
-
 def _job(root: Path, sources: list[Source], config: ShardConfig) -> Job:
-    shards = _absolute(config.shards or str(root / "shards"))
+    shards = absolute(config.shards or str(root / "shards"))
     return Job(
         names=[source.name for source in sources],
-        roots=[_absolute(source.root) for source in sources],
-        files=[[_absolute(file) for file in source.files] for source in sources],
+        roots=[absolute(source.root) for source in sources],
+        files=[[absolute(file) for file in source.files] for source in sources],
         shards=None if config.in_place else shards,
         verify=config.verify or not config.in_place,
         max_pixels=config.max_pixels,
@@ -345,7 +202,7 @@ def _job(root: Path, sources: list[Source], config: ShardConfig) -> Job:
     )
 
 
-def _make_parts(parts: Path, token: str, plan: _Plan, workers: Workers) -> None:
+def _make_parts(parts: Path, token: str, plan: Plan, workers: Workers) -> None:
     pending = [shard for shard in range(plan.n_shards) if not part_path(parts, shard).exists()]
     tasks = [(str(parts.absolute()), token, shard) for shard in pending]
     with progress("shard", plan.images_in(pending), "images") as advance:
@@ -353,7 +210,7 @@ def _make_parts(parts: Path, token: str, plan: _Plan, workers: Workers) -> None:
             advance(images)
 
 
-def _finish(root: Path, parts: Path, plan: _Plan, config: ShardConfig, begun: dict[str, Any]) -> dict[str, Any]:
+def _finish(root: Path, parts: Path, plan: Plan, config: ShardConfig, begun: dict[str, Any]) -> dict[str, Any]:
     tally = total_tally(parts, plan.n_shards)
     names = [source.name for source in plan.sources]
     quarantined = write_quarantine(root, parts, plan.n_shards, plan.bad, names)
@@ -376,7 +233,7 @@ def _finish(root: Path, parts: Path, plan: _Plan, config: ShardConfig, begun: di
         "pairs_per_shard": tables.pairs,
         "splits": dict(sorted(tables.splits.items())),
         "digest": tables.digest,
-        "inputs": [_input(path) for source in plan.sources for path in source.inputs],
+        "inputs": [describe_input(path) for source in plan.sources for path in source.inputs],
     }
 
 
@@ -389,15 +246,15 @@ def _untrained(splits: Counter[str]) -> list[str]:
     ]
 
 
-def _shard_url(plan: _Plan, config: ShardConfig, shard: int) -> str:
+def _shard_url(plan: Plan, config: ShardConfig, shard: int) -> str:
     if config.in_place:
         return plan.tar_of(shard)
     if config.shards is not None:
-        return f"{_absolute(config.shards).rstrip('/')}/{shard_name(shard)}"
+        return f"{absolute(config.shards).rstrip('/')}/{shard_name(shard)}"
     return f"shards/{shard_name(shard)}"
 
 
-def _require_something_kept(root: Path, plan: _Plan, tally: Tally) -> None:
+def _require_something_kept(root: Path, plan: Plan, tally: Tally) -> None:
     for number, source in enumerate(plan.sources):
         if tally.kept[number]:
             continue
@@ -410,88 +267,3 @@ def _require_something_kept(root: Path, plan: _Plan, tally: Tally) -> None:
             f"({', '.join(f'{count:,} {reason}' for reason, count in reasons.most_common())}); "
             f"the first: {first['detail']}{hint}"
         )
-
-
-def _begin(root: Path, begun: dict[str, Any], *, overwrite: bool) -> dict[str, Any]:
-    """The manifest that an earlier run left, or an empty one where this run begins.
-
-    Raises:
-        InputError: the directory holds other things, or was begun with other sources or parameters.
-    """
-    manifest = read_manifest(root)
-    if manifest is None:
-        foreign = next((name for name in _OUTPUTS if (root / name).exists()), None)
-        _refuse_other_shards(begun["params"]["shards"])
-        if foreign is not None:
-            raise InputError(f"{root}: holds {foreign!r} but no {MANIFEST}, so it is no workspace; choose another")
-    elif overwrite or manifest.get("clearing"):
-        # The mark outlives a kill half way, so that nothing old is ever taken for new.
-        atomic.write_json(root / MANIFEST, {**begun, "clearing": True})
-        _remove_outputs(root)
-    else:
-        _refuse_mixing(root, manifest, begun)
-        for name in _OUTPUTS:
-            atomic.sweep(root / name)
-        if manifest.get("complete"):
-            shutil.rmtree(root / PARTS, ignore_errors=True)
-        return manifest
-    atomic.write_json(root / MANIFEST, begun)
-    return {}
-
-
-def _refuse_other_shards(shards: str | None) -> None:
-    if shards is not None and exists(f"{shards.rstrip('/')}/{shard_name(0)}"):
-        raise InputError(f"--shards {shards}: holds {shard_name(0)} of another workspace; choose another place")
-
-
-def _refuse_mixing(root: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    pairs = [("sources", _paths(before), _paths(now))]
-    pairs += [(f"--{key.replace('_', '-')}", before["params"].get(key), value) for key, value in now["params"].items()]
-    for what, old, new in pairs:
-        if old != new:
-            raise InputError(
-                f"{root}: started with {what} {_shown(old)}, now {_shown(new)}; use another workspace, "
-                "or --overwrite to start afresh"
-            )
-
-
-def _paths(manifest: dict[str, Any]) -> list[str]:
-    return [source["path"] for source in manifest["sources"]]
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return ", ".join(map(str, value))
-    return "not given" if value is None else str(value)
-
-
-def _clear(root: Path) -> None:
-    _remove_outputs(root)
-    (root / MANIFEST).unlink(missing_ok=True)
-
-
-def _remove_outputs(root: Path) -> None:
-    for name in _OUTPUTS:
-        path = root / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _absolute(path: str) -> str:
-    return path if is_remote(path) else os.path.abspath(local_path(path))
-
-
-def _input(path: str) -> dict[str, Any]:
-    if is_remote(path):
-        return {"path": path}
-    facts = os.stat(local_path(path))
-    return {"path": _absolute(path), "size": facts.st_size, "mtime_ns": facts.st_mtime_ns}
-
-
-def _inputs_unchanged(inputs: list[dict[str, Any]]) -> bool:
-    """Whether every input is as it was; one that is gone cannot contradict what was made of it."""
-    return all(
-        "size" in known and (not os.path.exists(known["path"]) or _input(known["path"]) == known) for known in inputs
-    )

@@ -9,7 +9,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.shard import PARTS, summary_of
+from fnpipe.pipeline.parts import PARTS
+from fnpipe.pipeline.shard import ShardConfig, summary_of
 from fnpipe.pipeline.workspace import MADE_BY, MANIFEST, Workspace, read_manifest
 
 _EXAMPLES = 5
@@ -67,8 +68,6 @@ def _unfinished(root: Path, manifest: dict[str, Any]) -> dict[str, str]:
 
 def _flags(params: dict[str, Any]) -> str:
     """The flags that differ from the defaults, so that the command can be run as it is printed."""
-    from fnpipe.pipeline.shard import ShardConfig
-
     words = []
     for name, value in params.items():
         if value == getattr(ShardConfig, name):

@@ -7,14 +7,13 @@ by hand: what does not add up is reported, and reading goes on behind it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import IO
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.sources.files import size_of
-from fnpipe.pipeline.sources.source import IMAGE_EXTENSIONS
 from fnpipe.pipeline.storage import filesystem, is_remote, local_path
 
 BLOCK = 512
@@ -26,7 +25,6 @@ _RECORD = 20 * BLOCK
 _REGULAR = frozenset({b"0", b"\0", b"7"})
 _LINKS = frozenset({b"1", b"2"})
 _DIRECTORY = b"5"
-_TEXT_FIELDS = ("txt", "json")
 
 
 class TarWriter:
@@ -81,6 +79,18 @@ class Member:
     size: int
     kind: bytes
 
+    @property
+    def is_regular(self) -> bool:
+        return self.kind in _REGULAR
+
+    @property
+    def is_link(self) -> bool:
+        return self.kind in _LINKS
+
+    @property
+    def is_directory(self) -> bool:
+        return self.kind == _DIRECTORY
+
 
 @dataclass(frozen=True)
 class Damage:
@@ -90,48 +100,11 @@ class Damage:
     what: str
 
 
-@dataclass
-class Sample:
-    """The members that share a key.
-
-    Attributes:
-        fields: member by field name (the extension, lower case).
-        reason, detail: why the sample cannot be used, where that is known from the headers.
-    """
-
-    key: str
-    fields: dict[str, Member] = field(default_factory=dict)
-    texts: dict[str, bytes] = field(default_factory=dict)
-    reason: str = ""
-    detail: str = ""
-
-    @property
-    def image(self) -> Member | None:
-        """The member that is an image by its extension."""
-        for name, member in self.fields.items():
-            if "." + name.rpartition(".")[2] in IMAGE_EXTENSIONS:
-                return member
-        return None
-
-    def text(self, name: str) -> bytes | None:
-        """The content of the member whose extension is ``name`` (``txt`` or ``json``)."""
-        for known, content in self.texts.items():
-            if known.rpartition(".")[2] == name:
-                return content
-        return None
-
-
-@dataclass
-class TarIndex:
-    """What a tar holds: its samples in order, and where it is damaged. ``fields`` counts samples by field."""
-
-    samples: list[Sample]
-    damage: list[Damage]
-    fields: dict[str, int]
-
-
-def index_tar(path: str) -> TarIndex:
+def read_members(path: str) -> tuple[list[Member], dict[int, bytes], list[Damage]]:
     """Walk the headers of an uncompressed tar, reading small text members and no image.
+
+    Returns:
+        The members in order, the content of the ``.txt`` and ``.json`` ones by their offset, and the damage found.
 
     Raises:
         InputError: the file is no tar at all.
@@ -142,17 +115,12 @@ def index_tar(path: str) -> TarIndex:
     with _RandomAccess(path) as file:
         for member in _walk(file, damage):
             members.append(member)
-            if member.kind in _REGULAR and member.name.lower().endswith((".txt", ".json")):
+            if member.is_regular and member.name.lower().endswith((".txt", ".json")):
                 texts[member.offset] = file.read(member.offset, member.size)
         first = file.read(0, BLOCK)
         if not members and damage and first and (len(first) < BLOCK or not _checksum_holds(first)):
             raise InputError(f"{path}: not a tar ({damage[0].what})")
-    samples = _group(members, texts)
-    fields: dict[str, int] = {}
-    for sample in samples:
-        for name in sample.fields:
-            fields[name] = fields.get(name, 0) + 1
-    return TarIndex(samples, damage, fields)
+    return members, texts, damage
 
 
 class _RandomAccess:
@@ -285,97 +253,3 @@ def _pax(data: bytes) -> dict[str, str]:
         found[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
         data = data[int(length) :]
     return found
-
-
-def _group(members: list[Member], texts: dict[int, bytes]) -> list[Sample]:
-    """Samples in the order of their first member.
-
-    The last dot of a name parts key and field. Where no sample comes out whole, the first dot of the base name does,
-    as WebDataset reads names like ``s0.input.png`` with ``s0.output.txt``.
-    """
-    useful = [member for member in members if not _is_clutter(member)]
-    samples = _group_by(useful, texts, last_dot=True)
-    if useful and not any(_is_whole(sample) for sample in samples):
-        others = _group_by(useful, texts, last_dot=False)
-        if any(_is_whole(sample) for sample in others):
-            return others
-    return samples
-
-
-def _group_by(members: Iterable[Member], texts: dict[int, bytes], *, last_dot: bool) -> list[Sample]:
-    runs: dict[str, list[Sample]] = {}
-    order: list[Sample] = []
-    previous: Sample | None = None
-    for member in members:
-        key, name = _split(member.name, last_dot)
-        reason, detail = _unusable(member)
-        if reason and name in _TEXT_FIELDS and previous is not None and previous.key == key:
-            continue  # the sample that it belongs to says no-caption
-        if previous is None or previous.key != key or name in previous.fields:
-            previous = Sample(key)
-            runs.setdefault(key, []).append(previous)
-            order.append(previous)
-        previous.fields[name] = member
-        if reason and not previous.reason:
-            previous.reason, previous.detail = reason, detail
-        if member.offset in texts:
-            previous.texts[name] = texts[member.offset]
-    for same in runs.values():
-        if len(same) > 1:
-            _join(same)
-    return [sample for sample in order if sample.fields]
-
-
-def _join(same: list[Sample]) -> None:
-    """Bring members of one key together that do not stand together; two samples of one key stay two."""
-    names = [name for sample in same for name in sample.fields]
-    if len(names) == len(set(names)):
-        first = same[0]
-        for other in same[1:]:
-            first.fields.update(other.fields)
-            first.texts.update(other.texts)
-            if other.reason and not first.reason:
-                first.reason, first.detail = other.reason, other.detail
-            other.fields = {}
-    elif not all(_is_whole(sample) for sample in same):
-        for sample in same:
-            # Which text belongs to which image cannot be told.
-            sample.reason, sample.detail = "bad-row", f"the key {sample.key!r} comes up again with parts missing"
-
-
-def _is_whole(sample: Sample) -> bool:
-    return sample.image is not None and bool(sample.texts)
-
-
-def _split(name: str, last_dot: bool) -> tuple[str, str]:
-    folder, slash, base = name.removeprefix("./").rpartition("/")
-    if last_dot:
-        stem, dot, extension = base.rpartition(".")
-        if not dot:
-            stem, extension = base, ""
-    else:
-        stem, _, extension = base.partition(".")
-    return folder + slash + stem, extension.lower()
-
-
-def _is_clutter(member: Member) -> bool:
-    """What other programs leave in an archive and no sample is made of."""
-    parts = member.name.removeprefix("./").rstrip("/").split("/")
-    base = parts[-1]
-    return (
-        member.kind == _DIRECTORY
-        or base.startswith("._")
-        or base in (".DS_Store", "Thumbs.db", "")
-        or any(part.startswith("__") or part.partition(".")[0] == "PaxHeaders" for part in parts)
-    )
-
-
-def _unusable(member: Member) -> tuple[str, str]:
-    parts = member.name.split("/")
-    if ".." in parts or member.name.startswith("/"):
-        return "unsafe-member", f"{member.name!r} leads out of the archive"
-    if member.kind in _LINKS:
-        return "not-a-file", f"{member.name!r} is a link"
-    if member.kind not in _REGULAR:
-        return "not-a-file", f"{member.name!r} is no regular file"
-    return "", ""

@@ -53,7 +53,7 @@ class Workers:
             # Not fork: the caller may hold threads and locks of torch or Arrow.
             method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
             context = multiprocessing.get_context(method)
-            context.set_forkserver_preload([self._preload])
+            context.set_forkserver_preload(["__main__", self._preload])
             self._pool = ProcessPoolExecutor(self._count, context, initializer=_prepare)
         return self._pool
 

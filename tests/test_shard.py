@@ -269,6 +269,14 @@ def test_in_place_copies_nothing_and_keeps_the_order(tars: Path, shard_to: Shard
     assert quarantined == ({"decode-error": 1} if verify else {})
 
 
+def test_an_empty_tar_among_others_is_noted_and_one_of_no_bytes_reported(tars: Path, shard_to: Shard):
+    (tars / "00002.tar").write_bytes(bytes(10240))
+    (tars / "00003.tar").write_bytes(b"")
+    workspace = shard_to("workspace", tars)
+    assert [note for note in workspace.manifest["notes"] if "00002.tar holds no samples" in note]
+    assert workspace.manifest["counts"]["quarantined"] == {"decode-error": 1, "truncated-shard": 1}
+
+
 def test_in_place_keeps_keys_that_are_unique(tars: Path, shard_to: Shard):
     workspace = shard_to("workspace", tars / "00000.tar", in_place=True)
     assert workspace.read_pairs()["key"].to_pylist() == ["0000", "0001", "0002", "0003"]
@@ -509,6 +517,12 @@ def test_parts_that_a_kill_left_behind_a_finished_run_are_removed(make_pairs: Ma
     (workspace.root / "parts" / "rows.arrow").write_bytes(b"left")
     shard_to("workspace", source)
     assert not (workspace.root / "parts").exists()
+
+
+def test_a_holdout_of_everything_is_refused(make_pairs: MakePairs, shard_to: Shard, tmp_path: Path):
+    with pytest.raises(InputError, match="--holdout 4: there are 4 images"):
+        shard_to("workspace", make_pairs(4), holdout=4)
+    assert not (tmp_path / "workspace").exists()
 
 
 def test_a_second_run_beside_a_first_is_turned_away(make_pairs: MakePairs, shard_to: Shard, monkeypatch):

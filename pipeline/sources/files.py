@@ -125,6 +125,11 @@ def parent(path: str) -> str:
     return head or ("/" if path.startswith("/") else ".")
 
 
+def absolute(path: str) -> str:
+    """A local path from the root on; a URL as it is."""
+    return path if is_remote(path) else os.path.abspath(local_path(path))
+
+
 def natural(name: str) -> list[tuple[int, int, str]]:
     """A sort key by which part-2 comes before part-10."""
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"([0-9]+)", name)]

@@ -20,8 +20,8 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.sources.files import join, natural, open_binary, peek, size_of, walk
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
+from fnpipe.pipeline.sources.samples import Sample, TarIndex, index_tar
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
-from fnpipe.pipeline.tars import Sample, TarIndex, index_tar
 
 TAR_NAMES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _UNPACKERS: dict[bytes, Callable[[Any], Any]] = {

@@ -15,8 +15,9 @@ from fnpipe.pipeline.errors import InputError
 
 if TYPE_CHECKING:
     from fnpipe.mining.accuracy import EdgeAccuracy
-    from fnpipe.mining.connections import MineConfig, MinePlan, MineSummary
+    from fnpipe.mining.connections import MineConfig, MineSummary
     from fnpipe.mining.discriminators import AnyDiscriminator
+    from fnpipe.mining.forecast import MinePlan
     from fnpipe.mining.inspection import EdgeView
     from fnpipe.pipeline.workspace import Workspace
 
@@ -70,7 +71,8 @@ def mine_connections_command(
 
     Example: fnpipe mine-connections work --discriminator itm:con-d --groups grit-1920 --candidates 8
     """
-    from fnpipe.mining.connections import MineConfig, mine_connections, plan_mining
+    from fnpipe.mining.connections import MineConfig, mine_connections
+    from fnpipe.mining.forecast import plan_mining
     from fnpipe.pipeline.workspace import Workspace
 
     config = MineConfig(
@@ -131,7 +133,6 @@ def load_discriminator(
 
 
 def _load_clip(workspace: Workspace, config: MineConfig, calibrate_on: str | None) -> AnyDiscriminator:
-    from fnpipe.mining.connections import sample_candidates
     from fnpipe.mining.discriminators import (
         FIT_SAMPLE,
         ClipDiscriminator,
@@ -139,6 +140,7 @@ def _load_clip(workspace: Workspace, config: MineConfig, calibrate_on: str | Non
         fit_on_recorded,
         fit_on_truth,
     )
+    from fnpipe.mining.inputs import sample_candidates
     from fnpipe.mining.truth import Truth
     from fnpipe.pipeline.embeddings import Embeddings
 

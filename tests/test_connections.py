@@ -17,10 +17,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from conftest import MakeWorkspace, flat_colour, png
-from fnpipe.mining.connections import MineConfig, mine_connections, plan_mining, sample_candidates
+from fnpipe.mining.connections import MineConfig, mine_connections
 from fnpipe.mining.discriminators import ClipDiscriminator, LogisticFit
 from fnpipe.mining.edges import EDGES_SCHEMA, read_edges
+from fnpipe.mining.forecast import plan_mining
 from fnpipe.mining.grouping import PLAN_SCHEMA
+from fnpipe.mining.inputs import sample_candidates
 from fnpipe.mining.labels import relabel, share_threshold
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings

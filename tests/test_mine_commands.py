@@ -14,6 +14,7 @@ from fnpipe.cli.app import run
 from fnpipe.mining.connections import MineConfig, mine_connections
 from fnpipe.mining.edges import read_edges
 from fnpipe.mining.grouping import GroupConfig, group
+from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.workspace import Workspace
 
 
@@ -155,6 +156,26 @@ def test_mistakes_are_one_line_and_exit_code_two(make_workspace: MakeWorkspace, 
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_the_graph_alone_proposes_the_nearest_unrecorded(make_workspace: MakeWorkspace, capsys):
+    workspace = build(make_workspace)
+    assert run(["build-graph", str(workspace.root), "--k", "6"]) == 0
+    capsys.readouterr()
+    command = ["mine-connections", workspace.root, "--discriminator", "clip", "--candidates", "0", "--graph"]
+    summary = answer(capsys, *command, "2", "--name", "g")
+    embeddings = Embeddings.open(workspace)
+    images, texts = (rows.take(np.arange(40)) for rows in (embeddings.images, embeddings.texts))
+    similarity = images @ texts.T
+    np.fill_diagonal(similarity, -np.inf)
+    expected = {(i, int(j)) for i in range(40) for j in np.argsort(-similarity[i])[:2]}
+    expected |= {(int(i), j) for j in range(40) for i in np.argsort(-similarity[:, j])[:2]}
+    rows = read_edges(workspace.stage("edges/g")).to_pylist()
+    assert {(row["image_id"], row["pair_id"]) for row in rows} == expected
+    assert {row["rank_i2t"] for row in rows} | {row["rank_t2i"] for row in rows} == {0, 1, None}
+    assert summary["new_per_source"] == {"graph/clip": len(expected)}
+    assert run([*map(str, command), "7", "--name", "h"]) == 2
+    assert "has 6 neighbours" in capsys.readouterr().err
 
 
 def test_a_trained_matching_head_judges_alike_in_any_block(make_workspace: MakeWorkspace):

@@ -18,6 +18,7 @@ import torch
 
 from fnpipe.mining.bfloat16 import empty_short_lists, padded, push_bits, rerank, short_list_length, to_bfloat16
 from fnpipe.mining.compiled import compiled
+from fnpipe.pipeline.progress import progress
 
 ReadRows = Callable[[int, int], np.ndarray]
 
@@ -83,11 +84,11 @@ def one_thread_per_product() -> Iterator[None]:
 
 
 def cell_count(rows: int) -> int:
-    """How many cells: a power of two near 3 sqrt(rows), from 1 to 8,192, with 16 rows each at least.
+    """How many cells: a power of two near 3 sqrt(rows), from 1 to 4,096, with 16 rows each at least.
 
-    More cells would cost more to route to than they save in the scan.
+    More cells would cost more to train and to route to than they save in the scan.
     """
-    wanted = min(3 * np.sqrt(max(rows, 1)), max(1, rows / 16), 8192)
+    wanted = min(3 * np.sqrt(max(rows, 1)), max(1, rows / 16), 4096)
     return int(2 ** np.round(np.log2(wanted)))
 
 
@@ -133,10 +134,12 @@ def assign_cells(cells: Cells, read_halves: ReadRows, count: int) -> np.ndarray:
     """The cell of every row, (count,) int32; ``read_halves(start, stop)`` gives rows as (n, d) float16."""
     directions, mean = torch.from_numpy(cells.directions).bfloat16(), torch.from_numpy(cells.mean)
     assigned = np.empty(count, np.int32)
-    for start in range(0, count, 8 * _READ_ROWS):
-        stop = min(start + 8 * _READ_ROWS, count)
-        rows = torch.from_numpy(read_halves(start, stop)).float().sub_(mean).bfloat16()
-        assigned[start:stop] = _nearest_cells(rows, directions, 1)[:, 0]
+    with progress("sorting into cells", count, "rows") as advance:
+        for start in range(0, count, 8 * _READ_ROWS):
+            stop = min(start + 8 * _READ_ROWS, count)
+            rows = torch.from_numpy(read_halves(start, stop)).float().sub_(mean).bfloat16()
+            assigned[start:stop] = _nearest_cells(rows, directions, 1)[:, 0]
+            advance(stop - start)
     return assigned
 
 

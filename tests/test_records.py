@@ -1,0 +1,55 @@
+"""Codes and keys of what is recorded, and the identity rule against its definition."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyarrow as pa
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from conftest import MakeWorkspace, flat_colour, png
+from fnpipe.mining.records import Identity, codes_of, combination_keys
+
+ONE_FIXTURE = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["a", "b", "", "ä", "a "]), max_size=12), st.integers(1, 4))
+def test_equal_strings_get_equal_codes_across_chunks(words, size):
+    chunks = [pa.array(words[at : at + size], pa.string()) for at in range(0, len(words), size)]
+    codes = codes_of(pa.chunked_array(chunks, pa.string()))
+    assert codes.dtype == np.int64
+    assert [[a == b for b in codes] for a in codes] == [[a == b for b in words] for a in words]
+
+
+def test_keys_of_small_integer_types_do_not_wrap():
+    assert combination_keys(np.array([2_000_000_000], np.int32), np.array([7], np.int32), 3_000_000_000).tolist() == [
+        2_000_000_000 * 3_000_000_000 + 7
+    ]
+
+
+@ONE_FIXTURE
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 8))
+def test_identity_agrees_with_its_definition(make_workspace: MakeWorkspace, tmp_path_factory, seed, n):
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 4, n)
+    owners = np.repeat(np.arange(n), counts)
+    pictures = rng.integers(0, 4, n)
+    texts = [[" a", "a", "b", "c ", "c"][k] for k in rng.integers(0, 5, len(owners))]
+    splits = [("train", "train", "test")[k] for k in rng.integers(0, 3, n)]
+    workspace = make_workspace(
+        n,
+        captions=counts.tolist(),
+        texts=texts,
+        pictures=[png(flat_colour(int(p))) for p in pictures],
+        splits=splits,
+        folder=str(tmp_path_factory.mktemp("identity") / "ws"),
+    )
+    matches = Identity.of(workspace).matches(np.arange(n)[:, None], np.arange(len(owners))[None, :])
+    for i in range(n):
+        for j, text in enumerate(texts):
+            recorded = any(
+                splits[owner] == "train" and pictures[owner] == pictures[i] and texts[k].strip() == text.strip()
+                for k, owner in enumerate(owners)
+            )
+            assert matches[i, j] == recorded

@@ -133,6 +133,7 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
             f"{workspace.root}: {images} images make no batch of {config.batch_size}; "
             "choose a smaller --batch-size, or --keep-last"
         )
+    _require_memory(config, images)
     stage = workspace.stage(f"groups/{config.plan_name}")
     params = {
         "sampling": config.sampling,
@@ -168,6 +169,22 @@ def _steps(stage: Stage, config: GroupConfig) -> dict[str, int]:
         metadata = pq.read_schema(plan_path(stage, epoch)).metadata or {}
         total.update(json.loads(metadata.get(b"steps", b"{}")))
     return dict(total)
+
+
+def _require_memory(config: GroupConfig, images: int) -> None:
+    """Refuse a search space whose similarities would not fit into this machine's memory."""
+    if config.sampling != "grit" or config.search_space == ALL:
+        return
+    needed = 4 * min(int(config.search_space), images) ** 2
+    if needed > _memory_bytes() // 2:
+        raise InputError(
+            f"--search-space {config.search_space}: its similarities take {needed / 2**30:.0f} GiB of memory, more than "
+            f"half of this machine's; choose a smaller one, or {ALL}, which walks the neighbour graph"
+        )
+
+
+def _memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _open_sources(workspace: Workspace, config: GroupConfig) -> tuple[Embeddings | None, Graph | None]:

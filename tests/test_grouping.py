@@ -163,6 +163,15 @@ def test_a_search_space_that_is_no_multiple_of_the_batch_names_the_two_nearest(s
         GroupConfig(search_space=space, batch_size=128)
 
 
+def test_a_search_space_that_does_not_fit_into_memory_is_refused(clustered, monkeypatch):
+    from fnpipe.mining import grouping
+
+    monkeypatch.setattr(grouping, "_memory_bytes", lambda: 2 * 4 * 47**2)
+    with pytest.raises(InputError, match="or all, which walks"):
+        group(clustered, GroupConfig(batch_size=6, search_space=48))
+    assert group(clustered, GroupConfig(batch_size=6, search_space=42)).images == 48
+
+
 @pytest.mark.parametrize("text", ["0", "-4", "many", "1.5", "²"])
 def test_a_search_space_that_is_no_number_is_refused(text):
     with pytest.raises(InputError, match="number of pairs, or all"):

@@ -28,7 +28,7 @@ from fnpipe.mining.edges import (
     label_candidates,
     named,
 )
-from fnpipe.mining.records import Identity
+from fnpipe.mining.records import Identity, combination_keys
 from fnpipe.pipeline.decode import BadImage, decode_rgb
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.progress import Advance
@@ -110,6 +110,24 @@ class Judge:
         verdicts = self.verdicts(shard, image_ids[usable], pairs[usable], advance)
         kept = verdicts.judged
         return pa.table([pairs[usable][kept], verdicts.p[kept]], schema=RECORDED_SCHEMA)
+
+    def probabilities(self, image_ids: np.ndarray, pair_ids: np.ndarray) -> np.ndarray:
+        """Judge any (n,) combinations, in any order, each different one once; an audit asks like this.
+
+        Returns:
+            (n,) float32, NaN where the picture does not decode. Identity is not applied.
+        """
+        n_pairs = self.workspace.n_pairs
+        keys, at = np.unique(combination_keys(image_ids, pair_ids, n_pairs), return_inverse=True)
+        images, pairs = np.divmod(keys, n_pairs)
+        p = np.full(len(keys), np.nan, np.float32)
+        shards = np.searchsorted(self.workspace.image_starts, images, side="right") - 1
+        for shard in np.unique(shards).tolist():
+            rows = np.flatnonzero(shards == shard)
+            found = self.verdicts(shard, images[rows], pairs[rows], lambda _: None)
+            p[rows[found.judged]] = found.p[found.judged]
+        asked: np.ndarray = p[at]
+        return asked
 
     def verdicts(self, shard: int, image_ids: np.ndarray, pair_ids: np.ndarray, advance: Advance) -> Verdicts:
         """Judge (n,) combinations of images of ``shard``, ascending, with any pairs."""

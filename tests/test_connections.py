@@ -23,6 +23,7 @@ from fnpipe.mining.edges import EDGES_SCHEMA, read_edges
 from fnpipe.mining.forecast import plan_mining
 from fnpipe.mining.grouping import PLAN_SCHEMA
 from fnpipe.mining.inputs import sample_candidates
+from fnpipe.mining.judging import Judge
 from fnpipe.mining.labels import relabel, share_threshold
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
@@ -271,6 +272,19 @@ def test_sampled_candidates_are_some_of_the_judged(make_workspace: MakeWorkspace
     drawn = set(zip(sample.image_ids.tolist(), sample.pair_ids.tolist(), strict=True))
     assert drawn < known
     assert len(drawn) > len(known) // 4
+
+
+def test_combinations_in_any_order_are_judged_once_each(make_workspace: MakeWorkspace):
+    workspace = build(make_workspace)
+    con_d = TableDiscriminator(stable_p)
+    judge = Judge(workspace, Embeddings.open(workspace), con_d, block_images=3, workers=2)
+    rng = np.random.default_rng(0)
+    images, pairs = rng.integers(0, N, 60), rng.integers(0, workspace.n_pairs, 60)
+    images[30:], pairs[30:] = images[:30], pairs[:30]
+    captions = workspace.read_pairs(["caption"])["caption"].to_pylist()
+    expected = [np.float32(stable_p(flat_colour(int(i)), captions[j])) for i, j in zip(images, pairs, strict=True)]
+    assert judge.probabilities(images, pairs).tolist() == expected
+    assert len(con_d.judged) == len(set(zip(images.tolist(), pairs.tolist(), strict=True)))
 
 
 class UnsureDiscriminator:

@@ -178,8 +178,8 @@ def _require_memory(config: GroupConfig, images: int) -> None:
     needed = 4 * min(int(config.search_space), images) ** 2
     if needed > _memory_bytes() // 2:
         raise InputError(
-            f"--search-space {config.search_space}: its similarities take {needed / 2**30:.0f} GiB of memory, more than "
-            f"half of this machine's; choose a smaller one, or {ALL}, which walks the neighbour graph"
+            f"--search-space {config.search_space}: its similarities take {needed / 2**30:.0f} GiB, more than "
+            f"half of the memory; choose a smaller one, or {ALL}, which walks the neighbour graph"
         )
 
 

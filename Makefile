@@ -2,18 +2,19 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+INSTALLED := $(VENV)/.installed
+INSTALLED_DEV := $(VENV)/.installed-dev
 
 .PHONY: demo test lint format clean
 
-demo: $(STAMP)
+demo: $(INSTALLED)
 	$(BIN)/fnpipe demo demo-out
 
-test: $(STAMP)
+test: $(INSTALLED_DEV)
 	$(BIN)/pytest
 
 # mypy does not follow setuptools' editable finder, so it gets the same tree as an install lays down.
-lint: $(STAMP)
+lint: $(INSTALLED_DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	mkdir -p build/types/fnpipe
@@ -21,12 +22,17 @@ lint: $(STAMP)
 	MYPYPATH=build/types $(BIN)/mypy -p fnpipe
 	$(BIN)/pytest tests/test_project.py
 
-format: $(STAMP)
+format: $(INSTALLED_DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-$(STAMP): pyproject.toml
+$(INSTALLED): pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --editable .
+	touch $@
+
+# The tests also need every extra, and the programs that people open edges with.
+$(INSTALLED_DEV): $(INSTALLED)
 	$(BIN)/pip install --quiet --editable '.[dev]'
 	touch $@
 

@@ -10,8 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from browser import browse, find_browser
 
+from browser import browse, find_browser
 from conftest import MakeWorkspace
 from fnpipe.mining.edges import EDGES_SCHEMA, LABELS, SOURCES, label_candidates, named
 from fnpipe.mining.gallery import embeddable, render_page, write_gallery

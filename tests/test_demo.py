@@ -101,5 +101,26 @@ def test_a_demo_of_another_make_is_refused_with_a_way_out(finished: tuple[Path, 
         run_demo(finished[0], other)
 
 
-def test_the_summary_is_json(finished: tuple[Path, dict, list[str]]):
-    assert json.loads(json.dumps(finished[1]))["coverage"] > 0.3
+def test_the_command_prints_the_figures_and_names_the_edges(
+    finished: tuple[Path, dict, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    root, summary, _ = finished
+    monkeypatch.setattr("fnpipe.cli.demo.DemoConfig", lambda: SMALL)
+    assert run(["demo", str(root)]) == 0
+    printed = capsys.readouterr().out
+    assert f"{summary['false_negatives']['grit-128']:.1%}" in printed
+    for figures in summary["retrieval"].values():
+        assert all(f"{value:.1f}" in printed for value in figures.values())
+    assert f"{summary['mafa_over_grit_itm_map']:+.1f} points" in printed
+    assert f"{root}/edges/itm/part-*.parquet" in printed.replace("\n", "")
+
+
+def test_with_json_standard_output_is_the_summary_alone(
+    finished: tuple[Path, dict, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("fnpipe.cli.demo.DemoConfig", lambda: SMALL)
+    assert run(["demo", str(finished[0]), "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["retrieval"] == finished[1]["retrieval"]
+    assert json.loads(printed.out)["coverage"] > 0.3
+    assert "mine-connections" in printed.err

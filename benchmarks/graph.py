@@ -7,7 +7,7 @@ float32 search with FAISS (IndexFlatIP) on the same cores, timed on that sample 
 pairs `IVF2048,SQfp16` is timed as well, at the first nprobe that reaches the graph's own recall. Both directions
 count everywhere. The last line is JSON.
 
-Measured: see benchmarks/README.md.
+Measured: see graph.md beside this.
 """
 
 from __future__ import annotations

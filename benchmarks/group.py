@@ -7,7 +7,7 @@ step, product included on both sides. `epoch_4m_minutes_*`: one epoch's plan, me
 million (the time is linear). `all_vs_exact_similarity`: the mean similarity of consecutive pairs of the chain on the
 graph, of the exact chain's, at 50,000 pairs and k = 32. The last line is JSON.
 
-Measured: see benchmarks/README.md.
+Measured: see group.md beside this.
 """
 
 from __future__ import annotations

@@ -17,11 +17,19 @@ from fnpipe.mining.compiled import compiled, compiled_sum
 from fnpipe.mining.heaps import CHUNK, any_above
 
 _LOWEST = -(2**15)
+# Rows that exist as float32 at a time while they are converted.
+_CONVERT_ROWS = 1 << 13
 
 
 def to_bfloat16(rows: np.ndarray) -> torch.Tensor:
-    """(n, d) float16 or float32 as bfloat16, by way of float32: torch has no fast direct way from float16."""
-    return torch.from_numpy(rows).float().bfloat16()
+    """(n, d) float16 as bfloat16, by way of float32: torch has no fast direct way."""
+    if len(rows) <= _CONVERT_ROWS:
+        return torch.from_numpy(rows).float().bfloat16()
+    out = torch.empty(rows.shape, dtype=torch.bfloat16)
+    for start in range(0, len(rows), _CONVERT_ROWS):
+        block = slice(start, start + _CONVERT_ROWS)
+        out[block] = torch.from_numpy(rows[block]).float()
+    return out
 
 
 def short_list_length(k: int) -> int:

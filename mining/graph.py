@@ -151,6 +151,9 @@ def sides(embeddings: Embeddings, members: Members) -> dict[str, tuple[Side, Sid
     return {"i2t": (images, texts), "t2i": (texts, images)}
 
 
+# What the program and its libraries take before there is any data, in bytes.
+_PROGRAM = 1 << 29
+
 # Members further apart than this on average are read one by one.
 _SPARSE = 8
 
@@ -322,7 +325,7 @@ def _memory(queries: Side, candidates: Side, k: int, index: str) -> str:
     else:
         workers, block = os.cpu_count() or 1, _ivf_block(len(queries))
         size = list_bytes(len(candidates), width) + workers * search_bytes(block, width, k)
-    return f"{index} search among {len(candidates):,} candidates, about {size / 2**30:.1f} GiB of memory"
+    return f"{index} search among {len(candidates):,} candidates, about {(size + _PROGRAM) / 2**30:.1f} GiB of memory"
 
 
 def _facts_path(directory: Path, direction: str) -> Path:

@@ -63,7 +63,8 @@ class InvertedLists:
 def list_bytes(rows: int, width: int) -> int:
     """What inverted lists of so many rows take, training included."""
     cells = cell_count(rows)
-    training = min(rows, cells * TRAINING_ROWS_PER_CELL) * width * 8
+    # Rows, centred rows, and their halves for the products.
+    training = min(rows, cells * TRAINING_ROWS_PER_CELL) * width * 10
     return rows * (2 * width + 24) + cells * width * 4 + training
 
 

@@ -6,6 +6,8 @@ The size of everything (`DemoConfig`) and every seed were fixed before the first
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -328,8 +330,11 @@ def _print_figures(summary: Mapping[str, Any]) -> None:
     gain = summary["mafa_over_grit_itm_map"]
     console.print(f"mafa over grit, on the same batches: {gain:+.1f} points of ITM mAP@R (expected: at least +2)")
     console.print(f"\nPictures of what was mined: {summary['report']}")
-    console.print(f"The edges, one row per judged combination: {summary['edges']}/part-*.parquet; for a look at them:")
-    console.print(f'  python -c "import duckdb; duckdb.sql(\\"{first_look(summary["edges"])}\\").show()"')
+    console.print(
+        f"The edges, one row per judged combination: {summary['edges']}/part-*.parquet; a look at them, with DuckDB:"
+    )
+    python = min(sys.executable, os.path.relpath(sys.executable), key=len)
+    console.print(f'  {python} -c "import duckdb; duckdb.sql(\\"{first_look(summary["edges"])}\\").show()"')
 
 
 def first_look(edges: str) -> str:

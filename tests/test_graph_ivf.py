@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
 from fnpipe.mining import ivf
-from fnpipe.mining.bfloat16 import empty_short_lists, padded, push_bits, rerank
+from fnpipe.mining.bfloat16 import empty_short_lists, padded, push_bits, rerank, to_bfloat16
 from fnpipe.mining.graph import Graph, GraphConfig, build_graph, share_found
 from fnpipe.pipeline.workspace import Workspace
 
@@ -61,6 +61,12 @@ def test_short_lists_are_sorted_by_float32_similarities_and_cut():
         assert found[query].tolist() == expected + [-1] * (k - len(expected))
         np.testing.assert_allclose(sims[query, : len(expected)], [exact[e] for e in expected], rtol=1e-5, atol=1e-6)
     assert np.isneginf(sims[3, 3:]).all()
+
+
+@pytest.mark.parametrize("n", [1, 8192, 20000])
+def test_rows_are_rounded_to_bfloat16_in_their_order(n):
+    rows = np.random.default_rng(0).normal(size=(n, 3)).astype(np.float16)
+    assert torch.equal(to_bfloat16(rows), torch.from_numpy(rows).bfloat16())
 
 
 def test_equal_rows_are_sorted_by_their_number():

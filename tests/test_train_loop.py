@@ -24,12 +24,21 @@ from fnpipe.mining.grouping import PLAN_SCHEMA
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
+from fnpipe.train.batches import Batch
 from fnpipe.train.checkpoints import STATE
 from fnpipe.train.log import read_metrics
 from fnpipe.train.loop import train
-from fnpipe.train.objectives import PLAIN
+from fnpipe.train.objectives import PLAIN, ecm_decisions
 from fnpipe.train.runs import load_run, read_run_config, starting_model
-from fnpipe.train.step import StepConfig, StepInput, TrainStep, learning_rate, mask_generator, parameter_groups
+from fnpipe.train.step import (
+    StepConfig,
+    StepInput,
+    TrainStep,
+    false_negatives,
+    learning_rate,
+    mask_generator,
+    parameter_groups,
+)
 from fnpipe.train.training import compile_blocks
 
 FAST: dict[str, Any] = {"epochs": 2, "evaluate_every": 0, "tensorboard": False, "threads": 1}
@@ -531,6 +540,22 @@ def test_a_run_starts_from_another_and_from_nothing_else_than_asked(make_workspa
         starting_model(workspace, "ViT-B-32", "run:first")
     train(workspace, {**FAST, "method": "itc", "batch_size": 4, "init": "run:first", "lr": 0.0}, run="second")
     assert equal(weights(workspace, "second"), weights(workspace, "first"))
+
+
+def test_false_negatives_are_counted_in_both_directions():
+    sims = torch.tensor([[9.0, 3.0, 1.0], [2.0, 9.0, 4.0], [5.0, 1.0, 9.0]])
+    decisions = ecm_decisions(sims, None, None, PLAIN)
+    empty = torch.empty(0)
+    batch = Batch(0, 0, np.array([10, 11, 12]), np.array([20, 21, 22]), empty, empty, empty, None, None, 0)
+    # Hardest text of the images: 21, 22, 20; hardest image of the texts: 12, 10, 11.
+    asked: list[tuple[int, int]] = []
+
+    def matches(images: np.ndarray, pairs: np.ndarray) -> np.ndarray:
+        asked.extend(zip(images.tolist(), pairs.tolist(), strict=True))
+        return images == 12
+
+    assert false_negatives(batch, decisions, matches) == (2, 6)
+    assert asked == [(10, 21), (11, 22), (12, 20), (12, 20), (10, 21), (11, 22)]
 
 
 def test_matrices_decay_and_norms_biases_and_the_temperature_do_not(make_workspace: MakeWorkspace):

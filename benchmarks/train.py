@@ -1,0 +1,265 @@
+"""What MAFA costs in training when its judgements are looked up, and what the loader and the look-up cost.
+
+    python benchmarks/train.py                                          # fnpipe-tiny on a CPU, a minute or two
+    python benchmarks/train.py --model albef-base --batch 128 --device cuda --precision bf16 --blip
+
+Steps of `grit`, of `mafa` with precomputed edges, and of MAFA with Con-D run inside the step are timed in turn on the
+same random batches: forward, backward, AdamW. Every combination has a score, and a tenth of the hardest negatives is a
+positive (the share that was met is printed). Con-D has the model's own shape, and with ``--blip`` BLIP-base's at 384 px
+(random weights, the ``blip`` extra). A ratio compares wall clocks on a GPU and CPU seconds on a CPU, which other jobs
+do not disturb. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from fnpipe.mining.edges import EdgeLookup
+from fnpipe.mining.members import read_members
+from fnpipe.pipeline.decode import decode_rgb
+from fnpipe.pipeline.shard import ShardConfig, shard
+from fnpipe.pipeline.workspace import Workspace
+from fnpipe.train.augment import make_augment
+from fnpipe.train.batches import FullPixels, Loader, RandomBatches
+from fnpipe.train.model import ModelConfig, VLModel, build_model
+from fnpipe.train.objectives import PLAIN, EcmConfig
+from fnpipe.train.pictures import Samples
+from fnpipe.train.step import StepConfig, StepInput, TrainStep, mask_generator, parameter_groups
+
+POSITIVE_SHARE, AMBIGUOUS_SHARE = 0.10, 0.05
+WORDS = tuple("a the red small dog street man two with on of in white sitting table near large green old bus".split())  # noqa: SIM905
+# Image and text of every hardest negative -> p, in the step.
+Judge = Callable[[StepInput, np.ndarray, np.ndarray], torch.Tensor]
+
+
+class Clock:
+    """Wall seconds of a GPU, CPU seconds of a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+            return time.perf_counter()
+        return time.process_time()
+
+
+def make_batches(model: VLModel, size: int, n: int, device: torch.device) -> list[StepInput]:
+    """Random pictures, captions of 8 to 14 words, and a p for every combination."""
+    rng = np.random.default_rng(0)
+    batches = []
+    for _ in range(n):
+        captions = [" ".join(rng.choice(WORDS, rng.integers(8, 15))) for _ in range(size)]
+        pixels = torch.from_numpy(rng.integers(0, 256, (size, 3, model.image_size, model.image_size), np.uint8))
+        kind = rng.random((size, size))
+        p = np.where(kind < POSITIVE_SHARE, 0.9, np.where(kind < POSITIVE_SHARE + AMBIGUOUS_SHARE, 0.65, 0.1))
+        ids, own = model.tokenizer(captions), torch.eye(size, dtype=torch.bool)
+        batches.append(StepInput(*(t.to(device) for t in (pixels, ids, own, torch.from_numpy(p).float()))))
+    return batches
+
+
+class Steps:
+    """Training steps of one model in one of the ways that are compared."""
+
+    def __init__(self, model: VLModel, ecm: EcmConfig, dtype: torch.dtype | None, judge: Judge | None = None) -> None:
+        self.step = TrainStep(
+            model, StepConfig(itm=True, mlm=True, ecm=ecm, mask_rate=0.5, consistency=0.0, dtype=dtype)
+        )
+        self.optimizer = torch.optim.AdamW(parameter_groups(model, 0.02), lr=1e-6, fused=True)
+        self.dtype, self.judge, self.positives, self.hardest = dtype, judge, 0, 0
+
+    def run(self, batch: StepInput, number: int, scored: bool) -> None:
+        p = batch.p if scored else None
+        if self.judge is not None:
+            p = self._online(batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        total, _, decisions = self.step(
+            StepInput(batch.pixels, batch.ids, batch.recorded, p), 0.0, mask_generator(0, 0, number)
+        )
+        total.backward()
+        self.optimizer.step()
+        self.positives += int(decisions.counts["positive"])
+        self.hardest += int(decisions.counts["hardest"])
+
+    @torch.no_grad()
+    def _online(self, batch: StepInput) -> torch.Tensor:
+        """Con-D's work on as many pairs as there are hardest negatives; the table's p, so that all ways train alike."""
+        assert self.judge is not None
+        assert batch.p is not None
+        order = np.random.default_rng(0).permutation(len(batch.ids))
+        anchors = np.arange(len(order))
+        with torch.autocast(batch.pixels.device.type, dtype=self.dtype, enabled=self.dtype is not None):
+            self.judge(batch, np.concatenate([anchors, order]), np.concatenate([order, anchors]))
+        return batch.p
+
+
+def own_shape_judge(con_d: VLModel) -> Judge:
+    """Con-D of the model's own shape: both towers and the fusion encoder."""
+
+    def judge(batch: StepInput, images: np.ndarray, texts: np.ndarray) -> torch.Tensor:
+        tokens, _ = con_d.encode_image(con_d.transform.normalise(batch.pixels))
+        keys, text = con_d.image_keys(tokens), con_d.text_tokens(batch.ids)
+        rows, columns = (torch.from_numpy(r).to(batch.ids.device) for r in (images, texts))
+        fused = con_d.fuse(text[columns], con_d.text_mask(batch.ids)[columns], keys, rows, first_only=True)
+        return con_d.itm_logits(fused).softmax(1)[:, 1]
+
+    return judge
+
+
+def blip_judge(device: torch.device) -> Judge:
+    """BLIP-base at 384 px with random weights: what the paper runs in every step."""
+    from transformers import BlipConfig, BlipForImageTextRetrieval
+
+    config = BlipConfig()
+    config.vision_config.image_size = 384
+    blip = BlipForImageTextRetrieval(config).to(device).eval()
+
+    def judge(batch: StepInput, images: np.ndarray, texts: np.ndarray) -> torch.Tensor:
+        large = torch.nn.functional.interpolate(batch.pixels.float() / 255, (384, 384))
+        tokens = blip.vision_model(pixel_values=large).last_hidden_state
+        rows, columns = (torch.from_numpy(r).to(device) for r in (images, texts))
+        out = blip.text_encoder(
+            input_ids=batch.ids[columns] % 30000,
+            encoder_hidden_states=tokens[rows],
+            encoder_attention_mask=torch.ones(tokens[rows].shape[:-1], device=device),
+        ).last_hidden_state
+        return blip.itm_head(out[:, 0]).softmax(1)[:, 1]
+
+    return judge
+
+
+def time_steps(arguments: argparse.Namespace) -> dict[str, float]:
+    """Median seconds of a step in every way, as ratios."""
+    device = torch.device(arguments.device)
+    dtype = {"fp32": None, "bf16": torch.bfloat16}[arguments.precision]
+    torch.manual_seed(0)
+    model = build_model(ModelConfig(architecture=arguments.model)).to(device).train()
+    con_d = build_model(ModelConfig(architecture=arguments.model)).to(device).eval()
+    ways = {
+        "grit": (Steps(model, PLAIN, dtype), False),
+        "mafa": (Steps(model, EcmConfig(), dtype), True),
+        "online": (Steps(model, EcmConfig(), dtype, own_shape_judge(con_d)), True),
+    }
+    if arguments.blip:
+        ways["online_blip"] = (Steps(model, EcmConfig(), dtype, blip_judge(device)), True)
+    batches, clock = make_batches(model, arguments.batch, 4, device), Clock(device)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(arguments.steps + 2):
+        for name, (steps, scored) in ways.items():
+            start = clock.now()
+            steps.run(batches[number % len(batches)], number, scored)
+            # The first rounds pay for allocations and kernels.
+            if number >= 2:
+                seconds[name].append(clock.now() - start)
+    median = {name: float(np.median(values)) for name, values in seconds.items()}
+    mafa = ways["mafa"][0]
+    print("step, ms: " + ", ".join(f"{name} {1000 * value:.1f}" for name, value in median.items()))
+    print(f"share of hardest negatives mined positive: {mafa.positives / mafa.hardest:.1%}")
+    found = {"mafa_vs_grit": median["mafa"] / median["grit"], "positive_share": mafa.positives / mafa.hardest}
+    found["online_vs_precomputed"] = median["online"] / median["mafa"]
+    if arguments.blip:
+        found["online_blip_vs_precomputed"] = median["online_blip"] / median["mafa"]
+    return found
+
+
+def time_loader(images: int, rounds: int = 3) -> dict[str, float]:
+    """Samples a second of the loader on a shuffled plan, against WebDataset read front to back with the same decode."""
+    import webdataset
+
+    with tempfile.TemporaryDirectory() as scratch:
+        workspace = _jpeg_workspace(Path(scratch), images)
+        samples = Samples.of(workspace)
+        augment = make_augment("open-clip", 224, False, lambda rgb: torch.empty(0))
+        loader = Loader(
+            samples, FullPixels(samples, 224, augment, 0), lambda texts: torch.zeros(len(texts), 1), None, None, 0
+        )
+        plan = RandomBatches(read_members(workspace), 64, 0).epoch(0)
+
+        def ours() -> Iterator[int]:
+            return (len(batch) for batch in loader.batches(plan, 0, range(len(plan))))
+
+        def theirs() -> Iterator[int]:
+            urls = [workspace.shard_url(s) for s in range(workspace.n_shards)]
+            rng = np.random.default_rng(0)
+            pipeline = webdataset.WebDataset(urls, shardshuffle=False, empty_check=False)
+            return (augment(decode_rgb(sample["jpg"]), rng).ndim // 3 for sample in pipeline)
+
+        rates: dict[str, list[float]] = {"ours": [], "webdataset": []}
+        for _ in range(rounds):
+            for name, source in (("ours", ours), ("webdataset", theirs)):
+                start = time.process_time()
+                rates[name].append(sum(source()) / (time.process_time() - start))
+    median = {name: float(np.median(values)) for name, values in rates.items()}
+    print(f"loader, samples per CPU second: {median['ours']:.0f}, webdataset {median['webdataset']:.0f}")
+    return {"loader_vs_webdataset": median["ours"] / median["webdataset"]}
+
+
+def _jpeg_workspace(root: Path, images: int) -> Workspace:
+    rng = np.random.default_rng(0)
+    (root / "source").mkdir()
+    rows: list[dict[str, Any]] = []
+    for i in range(images):
+        # Smooth noise: about as many bytes as a photograph of this size.
+        small = Image.fromarray(rng.integers(0, 256, (60, 80, 3), np.uint8))
+        buffer = io.BytesIO()
+        small.resize((640, 480), Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=85)
+        (root / "source" / f"{i}.jpg").write_bytes(buffer.getvalue())
+        rows.append({"image": f"{i}.jpg", "caption": f"picture number {i}"})
+    (root / "source" / "pairs.json").write_text(json.dumps(rows))
+    shard([str(root / "source" / "pairs.json")], str(root / "ws"), ShardConfig())
+    return Workspace.open(root / "ws")
+
+
+def time_lookup(edges: int, batch: int = 128, rounds: int = 30) -> dict[str, float]:
+    """Milliseconds (CPU) to look a batch's block up, and what the process holds for it."""
+    rng = np.random.default_rng(0)
+    n_images, n_pairs = 4_000_000, 5_000_000
+    keys = np.cumsum(rng.integers(1, 2 * n_images * n_pairs // edges, edges))
+    lookup = EdgeLookup(n_pairs, keys, np.zeros(edges, np.float32), np.zeros(edges, np.int8))
+    held = (lookup.keys.nbytes + lookup.match_probability.nbytes + lookup.labels.nbytes) / 2**30
+    del keys
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    seconds = []
+    for _ in range(rounds):
+        images, pairs = rng.integers(0, n_images, batch), rng.integers(0, n_pairs, batch)
+        start = time.process_time()
+        lookup.find(images[:, None], pairs[None, :])
+        seconds.append(time.process_time() - start)
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
+    milliseconds = 1000 * float(np.median(seconds))
+    print(f"look-up of {batch} x {batch} in {edges:,}: {milliseconds:.2f} ms, arrays {held:.2f} GiB, {grown:.2f} more")
+    return {"lookup_ms": milliseconds, "lookup_gib": held + grown}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="fnpipe-tiny")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--images", type=int, default=512, help="pictures that the loader reads")
+    parser.add_argument("--edges", type=int, default=100_000_000)
+    parser.add_argument("--blip", action="store_true", help="time Con-D of BLIP-base's shape as well")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    found = {**time_steps(arguments), **time_loader(arguments.images), **time_lookup(arguments.edges)}
+    print(json.dumps({key: round(value, 4) for key, value in found.items()}))
+
+
+if __name__ == "__main__":
+    main()

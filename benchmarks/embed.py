@@ -1,7 +1,7 @@
 """How fast ``fnpipe embed`` is against a plain PyTorch loop over the same pictures and captions.
 
     python benchmarks/embed.py            2,000 pictures of 500 x 375 and 2,000 captions, about 8 minutes on 2 cores
-    python benchmarks/embed.py --quick    128 pictures and 640 captions, under a minute
+    python benchmarks/embed.py --quick    64 pictures and 640 captions, under a minute
 
 ViT-B-32 with random weights, which compute as long as trained ones. The loops are what one would write: a DataLoader
 with open_clip's transform, batches of 64, all 77 tokens; in fp32, and in the precision that fnpipe picks. The time of
@@ -214,7 +214,7 @@ def run(n: int, directory: Path, device: str, small: int, texts_per_picture: int
     whole = make_workspace(directory / "whole", jpegs, [captions[i::n] for i in range(n)], 500)
     texts = make_workspace(directory / "texts", jpegs[:1], [captions], 500)
     # Once through for the page cache, the compiled kernels and the allocator.
-    warm = make_workspace(directory / "warm", jpegs[:32], [[c] for c in captions[:32]], 500)
+    warm = make_workspace(directory / "warm", jpegs[:8], [[c] for c in captions[:8]], 500)
     fnpipe_seconds(warm, encoder)
     text_seconds = fnpipe_seconds(texts, encoder)
     result["fnpipe_texts_per_second"] = len(captions) / text_seconds
@@ -241,8 +241,8 @@ def run(n: int, directory: Path, device: str, small: int, texts_per_picture: int
     result["peak_share"] = reached / peak
 
     for shards in (2, 20):
-        pictures = shards * 4
-        some = make_workspace(directory / f"memory-{shards}", jpegs[:pictures], [[c] for c in captions[:pictures]], 4)
+        pictures = shards * 3
+        some = make_workspace(directory / f"memory-{shards}", jpegs[:pictures], [[c] for c in captions[:pictures]], 3)
         result[f"peak_mib_{shards}_shards"] = peak_memory(some, checkpoint)
     return result
 
@@ -292,8 +292,8 @@ def main() -> None:
     arguments = parser.parse_args()
     logging.disable()
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as directory:
-        n = 128 if arguments.quick else 2000
-        result = run(n, Path(directory), arguments.device, 60 if arguments.quick else 400, 5 if arguments.quick else 1)
+        n = 64 if arguments.quick else 2000
+        result = run(n, Path(directory), arguments.device, 60 if arguments.quick else 400, 10 if arguments.quick else 1)
     report(result)
     print(json.dumps(result))
 

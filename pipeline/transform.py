@@ -70,9 +70,10 @@ class Transform:
 
     def normalise(self, batch: torch.Tensor) -> torch.Tensor:
         """(n, 3, height, width) uint8 to float32 with this mean and deviation, on the device of ``batch``."""
-        mean = torch.tensor(self.mean, device=batch.device).view(3, 1, 1)
-        std = torch.tensor(self.std, device=batch.device).view(3, 1, 1)
-        return batch.to(torch.float32).div_(255).sub_(mean).div_(std)
+        # In two sweeps over the batch, not three: at this size the time goes to memory.
+        offset = torch.tensor(self.mean, device=batch.device).view(3, 1, 1) * 255
+        scale = 1 / (torch.tensor(self.std, device=batch.device).view(3, 1, 1) * 255)
+        return batch.to(torch.float32).sub_(offset).mul_(scale)
 
     def _resized_size(self, height: int, width: int) -> tuple[int, int]:
         """The size before cropping or padding, rounded as torchvision and open_clip round it."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import time
 from collections import deque
@@ -39,6 +40,9 @@ Advance = Callable[[int], None]
 
 # A caption has a tenth to a quarter of a picture's tokens.
 TEXTS_PER_IMAGE = 4
+
+# Batches ahead per decoding process.
+PREFETCHED_PARTS = 3
 
 # Reasons in bad.parquet.
 DECODE_ERROR = "decode-error"
@@ -362,7 +366,7 @@ def _decoded(data: bytes, max_pixels: int) -> np.ndarray | None:
 def prepared(encoder: Encoder, parts: Iterator[ImagePart | TextPart], options: ComputeOptions) -> Iterator[Any]:
     """Each part prepared, in order, a few ahead of the reader."""
     prepare = Prepare(encoder.prepare_image, encoder.tokenize)
-    if not options.processes:
+    if not options.processes or _shared_memory_is_short(encoder, options):
         return _prepared_by_threads(prepare, parts, max(1, options.workers))
     on_linux = sys.platform.startswith("linux")
     loader = DataLoader(
@@ -371,12 +375,24 @@ def prepared(encoder: Encoder, parts: Iterator[ImagePart | TextPart], options: C
         batch_size=None,
         collate_fn=_as_it_is,
         num_workers=options.workers,
-        prefetch_factor=3 if options.workers else None,
+        prefetch_factor=PREFETCHED_PARTS if options.workers else None,
         pin_memory=encoder.description.get("device") == "cuda",
         # A forked worker needs neither to import torch nor to be sent the tokenizer.
         multiprocessing_context="fork" if options.workers and on_linux else None,
     )
     return iter(loader)
+
+
+def _shared_memory_is_short(encoder: Encoder, options: ComputeOptions) -> bool:
+    """Whether the batches in flight would not fit ``/dev/shm``; a process that overruns it dies without a word.
+
+    Containers have 64 MiB there unless told otherwise.
+    """
+    directory = Path("/dev/shm")
+    if not options.workers or not directory.is_dir():
+        return False
+    batch = encoder.prepare_image(np.zeros((1, 1, 3), np.uint8)).nbytes * options.batch_size
+    return shutil.disk_usage(directory).free < 2 * batch * PREFETCHED_PARTS * options.workers
 
 
 def _prepared_by_threads(prepare: Prepare, parts: Iterator[ImagePart | TextPart], workers: int) -> Iterator[Any]:

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -143,6 +144,19 @@ def test_worker_count_and_interrupted_runs_change_no_byte(make_workspace, tiny_c
     one = embed_with(workspace, tiny_clip, "--workers", "1", "--batch-size", "2", name="one")
     assert embed_with(workspace, tiny_clip, "--workers", "2", "--batch-size", "2", name="two") == one
     assert embed_with(workspace, tiny_clip, "--workers", "0", "--batch-size", "2", name="none") == one
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")
+def test_little_shared_memory_is_no_trouble_and_changes_no_byte(make_workspace, tiny_clip, monkeypatch):
+    workspace = make_workspace(7, pictures=pictures(7))
+    expected = embed_with(workspace, tiny_clip, "--workers", "1", name="roomy")
+
+    def no_processes(*_: Any, **__: Any) -> None:
+        raise AssertionError("started a process that shares memory")
+
+    monkeypatch.setattr("fnpipe.pipeline.embed.DataLoader", no_processes)
+    monkeypatch.setattr("fnpipe.pipeline.embed.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    assert embed_with(workspace, tiny_clip, "--workers", "1", name="short") == expected
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")

@@ -310,9 +310,17 @@ def _render_view(view: EdgeView, name: str) -> None:
 
 
 def _render_accuracy(accuracy: EdgeAccuracy) -> None:
-    def share(value: float | None) -> str:
-        return "-" if value is None else f"{value:.3f}"
+    def share(value: float | None, form: str = ".3f") -> str:
+        return "-" if value is None else format(value, form)
 
+    def times(value: float | None) -> str:
+        return f" ({accuracy.precision / value:,.1f} times)" if value and accuracy.precision is not None else ""
+
+    base = accuracy.true / accuracy.judged if accuracy.judged else None
+    print(
+        f"true: {share(accuracy.precision, '.2%')} of the mined positives; {share(base, '.2%')} of all judged"
+        f"{times(base)}; {share(accuracy.random_true, '.3%')} of random combinations{times(accuracy.random_true)}"
+    )
     print(
         f"against the truth: {accuracy.true:,} of {accuracy.judged:,} judged are true; {accuracy.positives:,} mined "
         f"positives: precision {share(accuracy.precision)}, recall {share(accuracy.recall)} of the true ones judged"

@@ -11,8 +11,12 @@ import pyarrow.parquet as pq
 
 from fnpipe.mining.edges import DISCRIMINATOR, POSITIVE, SOURCES, codes_in, edge_parts
 from fnpipe.mining.labels import labels_of
+from fnpipe.mining.members import read_members
 from fnpipe.mining.truth import Truth
-from fnpipe.pipeline.workspace import Stage
+from fnpipe.pipeline.workspace import Stage, Workspace
+
+# Enough to tell one true combination in a hundred thousand from none.
+RANDOM_COMBINATIONS = 2_000_000
 
 THRESHOLDS = (0.5, 0.8, 0.95)
 RELIABILITY_BINS = 10
@@ -52,6 +56,7 @@ class EdgeAccuracy:
             a higher p than a false one. similarity_*: the same by similarity, which is what a discriminator must beat.
         ece: expected calibration error over equal bins.
         identity, identity_precision: edges by identity, and the share of them that is true.
+        random_true: share of true ones among unrecorded combinations drawn at random, what mining starts from.
     """
 
     judged: int
@@ -66,6 +71,7 @@ class EdgeAccuracy:
     ece: float | None
     identity: int
     identity_precision: float | None
+    random_true: float | None
     at: tuple[AtThreshold, ...]
     reliability: tuple[Reliability, ...]
 
@@ -80,6 +86,7 @@ def edges_against_truth(
     true: np.ndarray,
     *,
     similarity: np.ndarray | None = None,
+    random_true: float | None = None,
     thresholds: Sequence[float] = THRESHOLDS,
     bins: int = RELIABILITY_BINS,
 ) -> EdgeAccuracy:
@@ -87,7 +94,7 @@ def edges_against_truth(
 
     Args:
         match_probability: (n,) float32. labels: (n,) codes of ``LABELS``. sources: (n,) codes of ``SOURCES``.
-        true: (n,) bool. similarity: (n,) float32, for comparison.
+        true: (n,) bool. similarity: (n,) float32, and random_true, for comparison.
 
     Recall is of the true combinations that were judged; what no candidate proposed cannot be known from edges.
     """
@@ -107,6 +114,7 @@ def edges_against_truth(
         ece=ece,
         identity=int((~judged).sum()),
         identity_precision=_ratio(true[~judged].sum(), (~judged).sum()),
+        random_true=random_true,
         at=tuple(_at(p, hit, threshold) for threshold in thresholds),
         reliability=table,
     )
@@ -127,7 +135,24 @@ def stage_against_truth(stage: Stage, truth: Truth, thresholds: tuple[float, flo
     p, labels, sources, true, similarity = (
         np.concatenate([*column, np.empty(0, kind)]) for column, kind in zip(columns, types, strict=True)
     )
-    return edges_against_truth(p, labels, sources, true, similarity=similarity)
+    at_random = share_true_at_random(stage.workspace, truth)
+    return edges_against_truth(p, labels, sources, true, similarity=similarity, random_true=at_random)
+
+
+def share_true_at_random(
+    workspace: Workspace, truth: Truth, draws: int = RANDOM_COMBINATIONS, seed: int = 0
+) -> float | None:
+    """Share of true ones among ``draws`` random combinations of train images and captions, recorded pairs left out.
+
+    None where every combination drawn is a recorded pair.
+    """
+    members = read_members(workspace)
+    rng = np.random.default_rng(seed)
+    images = members.images[rng.integers(0, len(members.images), draws)]
+    rows = rng.integers(0, len(members.pair_ids), draws)
+    unrecorded = members.image_ids[rows] != images
+    true = truth.matches(images[unrecorded], members.pair_ids[rows[unrecorded]])
+    return _ratio(true.sum(), len(true))
 
 
 def average_precision(p: np.ndarray, true: np.ndarray) -> float | None:

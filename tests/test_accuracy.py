@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnpipe.mining.accuracy import auroc, average_precision, edges_against_truth
+from conftest import MakeWorkspace
+from fnpipe.mining.accuracy import auroc, average_precision, edges_against_truth, share_true_at_random
 from fnpipe.mining.edges import AMBIGUOUS, DISCRIMINATOR, IDENTITY, NEGATIVE, POSITIVE
+from fnpipe.mining.truth import Truth
 
 
 def test_precision_and_recall_are_of_what_was_judged_and_identity_is_apart():
@@ -70,3 +74,12 @@ def test_similarity_is_measured_beside_p():
     result = edges_against_truth(p, labels, sources, true, similarity=similarity)
     assert (result.auroc, result.similarity_auroc) == (1, 0)
     assert (result.average_precision, result.similarity_average_precision) == (1, pytest.approx(1 / 3))
+
+
+def test_the_random_share_counts_unrecorded_train_combinations_alone(make_workspace: MakeWorkspace, tmp_path):
+    workspace = make_workspace(6, captions=2, splits=["train"] * 4 + ["test"] * 2)
+    table = pa.table({"image": [f"{i}.png" for i in range(6)], "concept": ["a", "a", "b", "c", "a", "a"]})
+    pq.write_table(table, tmp_path / "truth.parquet")
+    truth = Truth.read(tmp_path / "truth.parquet", workspace)
+    # Of 4 images x 8 captions, 8 are recorded; of the other 24, images 0 and 1 match each other's two captions.
+    assert share_true_at_random(workspace, truth, draws=200_000) == pytest.approx(4 / 24, abs=0.005)

@@ -12,7 +12,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +26,7 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.captions import clean_caption
 from fnpipe.pipeline.decode import BadImage, ImageFacts, decode_rgb, inspect_image
 from fnpipe.pipeline.images import ImageReader, ImageRequest
-from fnpipe.pipeline.packing import TablePacker
+from fnpipe.pipeline.packing import TablePacker, no_cycle_search
 from fnpipe.pipeline.storage import filesystem, is_remote
 from fnpipe.pipeline.tars import TarWriter
 from fnpipe.pipeline.workspace import PAIRS_SCHEMA
@@ -130,10 +132,11 @@ def make_part(task: tuple[str, str, int]) -> int:
     job, rows = _opened(directory, token)
     batch = rows.get_batch(shard)
     maker = _PartMaker(job, batch)
-    if job.shards is None:
-        maker.run(None)
-    else:
-        _write_tar(job.shards, shard_name(shard), maker)
+    with no_cycle_search():
+        if job.shards is None:
+            maker.run(None)
+        else:
+            _write_tar(job.shards, shard_name(shard), maker)
     maker.write(parts, shard)
     return maker.images_given
 
@@ -160,8 +163,7 @@ def _write_tar(shards: str, name: str, maker: _PartMaker) -> None:
         path.unlink()
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """One row of an image, with what is left of its captions."""
 
     number: int
@@ -171,8 +173,7 @@ class _Row:
     split: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _ImageRows:
+class _ImageRows(NamedTuple):
     """An image and the rows that name it."""
 
     position: int
@@ -234,7 +235,7 @@ class _PartMaker:
                 self._set_aside(image, row, "duplicate-pair", f"{cleaned[0][:100]!r} once more for the same image")
             else:
                 self._set_aside(image, row, "empty-caption", "nothing is left after clean-up")
-        return _ImageRows(image.position, image.source, image.request, rows)
+        return image._replace(rows=rows)
 
     def _add_block(self, block: list[_ImageRows], tar: TarWriter | None) -> None:
         by_source: dict[int, list[ImageRequest]] = {}
@@ -297,13 +298,28 @@ class _PartMaker:
 
 def _images(batch: pa.RecordBatch, bounds: np.ndarray) -> Iterator[_ImageRows]:
     """The images of a batch of rows; those of image ``i`` are ``bounds[i] .. bounds[i + 1] - 1``."""
-    columns = {name: batch.column(name).to_pylist() for name in batch.schema.names}
+    columns = {name: _values(batch.column(name)) for name in batch.schema.names}
     row_columns = [columns[name] for name in ("row", "line", "captions", "dropped", "split")]
     rows = [_Row(*values) for values in zip(*row_columns, strict=True)]
     places = [columns[name] for name in ("image", "file", "offset", "size")]
     for start, end in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         request = ImageRequest(*(place[start] for place in places))
         yield _ImageRows(columns["position"][start], columns["source"][start], request, rows[start:end])
+
+
+def _values(column: pa.Array) -> list[Any]:
+    """A column as Python values; `to_pylist` makes an Arrow scalar of each, which costs more than all else here."""
+    if column.null_count == len(column):
+        return [None] * len(column)
+    if column.null_count == 0 and pa.types.is_integer(column.type):
+        numbers: list[Any] = column.to_numpy().tolist()
+        return numbers
+    if column.null_count == 0 and pa.types.is_large_list(column.type):
+        texts = column.flatten().to_pylist()
+        ends = (column.offsets.to_numpy() - column.offsets[0].as_py()).tolist()
+        return [texts[start:end] for start, end in pairwise(ends)]
+    values: list[Any] = column.to_pylist()
+    return values
 
 
 def _stored(data: bytes, facts: ImageFacts, resize: int | None, max_pixels: int) -> tuple[bytes, ImageFacts]:

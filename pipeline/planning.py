@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.order import image_groups, shard_rows
+from fnpipe.pipeline.packing import no_cycle_search
 from fnpipe.pipeline.parts import QUARANTINE_SCHEMA, ROWS
 from fnpipe.pipeline.progress import progress
 from fnpipe.pipeline.sources.files import absolute
@@ -102,7 +103,8 @@ def read_sources(sources: list[Source], how: ReadOptions, workers: Workers, spoo
         if in_place:
             _require_plain_tars(source)
         rows = RowBuilder(number)
-        READERS[source.format](source, how, rows, tools)
+        with no_cycle_search():
+            READERS[source.format](source, how, rows, tools)
         if not len(rows):
             raise InputError(f"{source.path}: no rows in it")
         tables.append(rows.table())

@@ -139,6 +139,8 @@ def _split(name: str, last_dot: bool) -> tuple[str, str]:
 
 def _is_clutter(member: Member) -> bool:
     """What other programs leave in an archive and no sample is made of."""
+    if member.is_regular and "/" not in member.name and member.name[:1] not in "._DT":
+        return False  # the common case, at the price of one look
     parts = member.name.removeprefix("./").rstrip("/").split("/")
     base = parts[-1]
     return (
@@ -150,6 +152,8 @@ def _is_clutter(member: Member) -> bool:
 
 
 def _unusable(member: Member) -> tuple[str, str]:
+    if member.is_regular and ".." not in member.name and member.name[:1] != "/":
+        return "", ""
     parts = member.name.split("/")
     if ".." in parts or member.name.startswith("/"):
         return "unsafe-member", f"{member.name!r} leads out of the archive"

@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.packing import no_cycle_search
 from fnpipe.pipeline.sources.files import join, natural, open_binary, peek, size_of, walk
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.samples import Sample, TarIndex, index_tar
@@ -90,7 +91,8 @@ def is_compressed(path: str) -> bool:
 
 def index_rows(path: str, name: str, field: str | None) -> tuple[pa.Table, TarIndex]:
     """The rows of one uncompressed tar, and its index; ``name`` stands before each member's name."""
-    index = index_tar(path)
+    with no_cycle_search():
+        index = index_tar(path)
     rows = RowBuilder(0)
     for sample in index.samples:
         _add(rows, sample, name, field)

@@ -124,6 +124,13 @@ def audit_command(
     truth: Annotated[
         str | None, typer.Option("--truth", metavar="FILE", help="Known truth (Parquet: image, concept or caption).")
     ] = None,
+    discriminator: Annotated[
+        str | None,
+        typer.Option(
+            "--discriminator", metavar="SPEC", help="Let it judge too: itm:RUN, blip:MODEL, clip, or another."
+        ),
+    ] = None,
+    tau_high: Annotated[float, typer.Option("--tau-high", help="What it finds above this counts as true.")] = 0.8,
     plot: Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Write a plot: .png or .html.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of everything drawn.")] = 0,
     as_json: JsonFlag = False,
@@ -132,9 +139,11 @@ def audit_command(
 
     Example: fnpipe audit WORKSPACE --truth truth.parquet --plot audit.html
     """
-    from fnpipe.mining.audit import AuditConfig, audit
+    from fnpipe.cli.mine import load_discriminator
+    from fnpipe.mining.audit import AuditConfig, audit, discriminator_judge
     from fnpipe.mining.audit_plot import check_plot_path, label, write_plot
     from fnpipe.mining.grouping import parse_search_space
+    from fnpipe.mining.inputs import MineConfig
     from fnpipe.mining.truth import Truth
     from fnpipe.pipeline.workspace import Workspace
 
@@ -142,7 +151,11 @@ def audit_command(
     config = AuditConfig(embeddings=embeddings, batch_size=batch_size, search_spaces=spaces, batches=batches, seed=seed)
     plot_path = check_plot_path(plot) if plot else None
     opened = Workspace.open(workspace)
-    result = audit(opened, config, Truth.read(truth, opened) if truth else None)
+    judges = {}
+    if discriminator:
+        con_d = load_discriminator(discriminator, opened, MineConfig(embeddings=embeddings, tau_high=tau_high))
+        judges[discriminator] = discriminator_judge(opened, embeddings, con_d, tau_high)
+    result = audit(opened, config, Truth.read(truth, opened) if truth else None, judges)
     if plot_path:
         write_plot(result, plot_path)
 
@@ -150,13 +163,13 @@ def audit_command(
         from rich.console import Console
         from rich.table import Table
 
-        judges = list(result.rows[0].judged)
+        named = list(result.rows[0].judged)
         table = Table(
             title=f"similarity of hardest in-batch negatives, batches of {result.batch_size}",
             caption="harder: more similar to the anchor than its own partner",
             box=None,
         )
-        for column in ("batches", "anchors", "mean", "p5", "p50", "p95", "harder", *judges):
+        for column in ("batches", "anchors", "mean", "p5", "p50", "p95", "harder", *named):
             table.add_column(column, justify="left" if column == "batches" else "right", no_wrap=True)
         for row in result.rows:
             shares = ["-" if value is None else f"{value:.2%}" for value in row.judged.values()]

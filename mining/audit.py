@@ -15,6 +15,8 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
+from fnpipe.mining import judging
+from fnpipe.mining.discriminators import AnyDiscriminator
 from fnpipe.mining.graph import Graph
 from fnpipe.mining.grouping import ALL, GroupConfig, plan_epoch
 from fnpipe.mining.members import Members, read_members
@@ -33,6 +35,8 @@ Judge = Callable[[np.ndarray, np.ndarray], np.ndarray]
 _SPACES_IN_BATCHES = (5, 10, 20, 50)
 _QUANTILES = (5, 25, 50, 75, 95)
 _BINS = np.linspace(-1, 1, 201)
+# Pictures whose features a discriminator holds at a time, and threads that decode them.
+_JUDGED_AT_ONCE, _DECODERS = 128, 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +137,21 @@ def audit(
         recorded={"mean": float(recorded.mean()), "quantiles": _quantiles(recorded), "histogram": _histogram(recorded)},
         skipped=skipped,
     )
+
+
+def discriminator_judge(
+    workspace: Workspace, embeddings: str | None, con_d: AnyDiscriminator, tau_high: float = 0.8
+) -> Judge:
+    """A judge that calls true what ``con_d`` finds above ``tau_high``: MAFA's count of false negatives (table 1)."""
+    judge = judging.Judge(
+        workspace, Embeddings.open(workspace, embeddings), con_d, block_images=_JUDGED_AT_ONCE, workers=_DECODERS
+    )
+
+    def says(image_ids: np.ndarray, pair_ids: np.ndarray) -> np.ndarray:
+        p = judge.probabilities(image_ids, pair_ids)
+        return np.where(np.isnan(p), np.nan, p > np.float32(tau_high))
+
+    return says
 
 
 def _truth_judges(workspace: Workspace, truth: Truth) -> dict[str, Judge]:

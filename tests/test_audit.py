@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -11,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import MakeWorkspace
+from conftest import MakeWorkspace, flat_colour
 from fnpipe.cli.app import run
-from fnpipe.mining.audit import AuditConfig, audit, hardest_in_batch, hardest_negatives
+from fnpipe.mining.audit import AuditConfig, audit, discriminator_judge, hardest_in_batch, hardest_negatives
 from fnpipe.mining.graph import GraphConfig, build_graph
 from fnpipe.mining.grouping import GroupConfig, group, read_plan
 from fnpipe.mining.truth import Truth
@@ -97,6 +98,37 @@ def test_other_judges_take_part_and_may_leave_combinations_open(concepts: Worksp
     )
     assert 0.2 < result.rows[0].judged["odd"] < 0.8
     assert result.rows[0].judged["silent"] is None
+
+
+class ByTable:
+    """A discriminator for which an image and a caption match if their numbers have the same remainder."""
+
+    description: ClassVar = {"kind": "table"}
+
+    def prepare_images(self, rgbs):
+        return np.array([COLOURS[tuple(rgb[0, 0])] for rgb in rgbs])
+
+    def prepare_texts(self, captions):
+        return np.array([int(caption.split()[1]) for caption in captions])
+
+    def score_pairs(self, images, image_rows, texts, text_rows):
+        return np.where(images[image_rows] % CONCEPTS == texts[text_rows] % CONCEPTS, 0.9, 0.8).astype(np.float32)
+
+
+COLOURS = {flat_colour(i): i for i in range(60)}
+
+
+def test_a_discriminator_counts_what_it_finds_above_tau_high(concepts: Workspace, truth_file: str):
+    config = AuditConfig(batch_size=6, search_spaces=(12,))
+    judges = {
+        "table": discriminator_judge(concepts, None, ByTable(), tau_high=0.8),
+        "nothing": discriminator_judge(concepts, None, ByTable(), tau_high=0.9),
+    }
+    result = audit(concepts, config, Truth.read(truth_file, concepts), judges)
+    for row in result.rows:
+        assert row.judged["table"] == row.judged["truth"]
+        assert row.judged["nothing"] == 0
+    assert result.rows[-1].judged["table"] > 0
 
 
 def test_default_spaces_that_do_not_fit_are_left_out_and_explicit_ones_refused(concepts: Workspace):

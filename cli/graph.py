@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from typing import Annotated
 
@@ -178,7 +179,8 @@ def audit_command(
             table.add_row(name, f"{row.hardest:,}", f"{row.mean:.3f}", *quantiles, f"{row.above_recorded:.2%}", *shares)
         quantiles = [f"{result.recorded['quantiles'][q]:.3f}" for q in ("p5", "p50", "p95")]
         table.add_row("recorded pairs", "", f"{result.recorded['mean']:.3f}", *quantiles)
-        Console().print(table)
+        # A file or a pipe has no width; a terminal's own may be too narrow, and then the reader can widen it.
+        Console(width=None if sys.stdout.isatty() else 120).print(table)
         for space, why in result.skipped.items():
             print(f"M = {space} left out: {why}")
         if plot_path:

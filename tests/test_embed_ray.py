@@ -21,8 +21,13 @@ pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray", reason="Ray is an extra")
 
 
+def nodes_in(log: Path) -> set[str]:
+    """The nodes on which an encoder has been called."""
+    return {path.name for path in log.iterdir()}
+
+
 class SlowEncoder(TableEncoder):
-    """Takes long enough over a batch for a node to be lost meanwhile; notes in which process and where."""
+    """Waits until two nodes are at work, then takes long enough over a batch for one of them to be lost meanwhile."""
 
     def __init__(self, log: Path | None = None) -> None:
         super().__init__()
@@ -30,7 +35,10 @@ class SlowEncoder(TableEncoder):
 
     def encode_images(self, batch: torch.Tensor) -> torch.Tensor:
         if self.log is not None:
-            (self.log / f"{ray.get_runtime_context().get_node_id()}-{time.time_ns()}").touch()
+            (self.log / ray.get_runtime_context().get_node_id()).touch()
+            patience = time.monotonic() + 120
+            while len(nodes_in(self.log)) < 2 and time.monotonic() < patience:
+                time.sleep(0.05)
             time.sleep(0.3)
         return super().encode_images(batch)
 
@@ -79,8 +87,7 @@ def test_a_node_killed_in_mid_run_changes_no_byte(make_workspace, cluster, tmp_p
     killed: list[int] = []
 
     def kill_when_both_work(*_: Any) -> None:
-        nodes = {path.name.partition("-")[0] for path in log.iterdir()}
-        if not killed and len(nodes) == 2 and len(list(shards.glob("*.npy"))) >= 3:
+        if not killed and len(nodes_in(log)) == 2 and len(list(shards.glob("*.npy"))) >= 3:
             killed.append(len(list(shards.glob("*.npy"))))
             cluster.remove_node(second, allow_graceful=False)
 

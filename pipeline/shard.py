@@ -156,7 +156,7 @@ def _run(
 ) -> dict[str, Any]:
     """Read, cut, make and finish; ``before`` is the manifest that an earlier run left, or empty."""
     parts = root / PARTS
-    with Workers(config.workers or available_cpus(), preload="fnpipe.pipeline.parts") as workers:
+    with Workers(config.workers or available_cpus()) as workers:
         plan = read_sources(sources, config.read_options(), workers, parts / "spool", in_place=config.in_place)
         if config.in_place:
             plan.cut_by_tar()

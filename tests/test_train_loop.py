@@ -160,6 +160,7 @@ def test_a_run_with_accumulation_and_random_batches_resumes_exactly(make_workspa
 
 def test_sigterm_saves_and_stops_and_the_run_goes_on(mafa_workspace: Workspace):
     train(mafa_workspace, MAFA, run="whole")
+    before = signal.getsignal(signal.SIGTERM)
 
     def terminate(step: int) -> None:
         if step == 5:
@@ -170,7 +171,7 @@ def test_sigterm_saves_and_stops_and_the_run_goes_on(mafa_workspace: Workspace):
     assert len(logged(mafa_workspace, "stopped")) == 5
     train(mafa_workspace, {}, run="stopped", resume=True)
     assert equal(weights(mafa_workspace, "stopped"), weights(mafa_workspace, "whole"))
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.slow

@@ -330,11 +330,14 @@ def _print_figures(summary: Mapping[str, Any]) -> None:
     gain = summary["mafa_over_grit_itm_map"]
     console.print(f"mafa over grit, on the same batches: {gain:+.1f} points of ITM mAP@R (expected: at least +2)")
     console.print(f"\nPictures of what was mined: {summary['report']}")
-    console.print(
-        f"The edges, one row per judged combination: {summary['edges']}/part-*.parquet; a look at them, with DuckDB:"
-    )
+    # The Python and the command of this environment, which need not be on the path.
     python = min(sys.executable, os.path.relpath(sys.executable), key=len)
-    console.print(f'  {python} -c "import duckdb; duckdb.sql(\\"{first_look(summary["edges"])}\\").show()"')
+    part = f"'{summary['edges']}/part-00000.parquet'"
+    read = f"pandas.read_parquet({part}, filters=[('label', '=', 'positive')])"
+    console.print(f"The edges, one row per judged combination: {summary['edges']}/part-*.parquet; a look at them:")
+    console.print(f"  {python} -m fnpipe.cli inspect {summary['directory']} --label positive --limit 9")
+    console.print(f'  {python} -c "import pandas; print({read}.head(9))"')
+    console.print(f"or, in DuckDB: {first_look(summary['edges'])}")
 
 
 def first_look(edges: str) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -59,7 +61,7 @@ def test_the_readme_s_lines_for_duckdb_polars_and_pandas_run(finished: tuple[Pat
     for package in ("duckdb", "polars", "pandas"):
         pytest.importorskip(package)
     readme = (Path(__file__).parent.parent / "README.md").read_text()
-    (block,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "import duckdb" in b)
     exec(block.replace("work/", f"{finished[0]}/"), {})
 
 
@@ -113,6 +115,18 @@ def test_the_command_prints_the_figures_and_names_the_edges(
         assert all(f"{value:.1f}" in printed for value in figures.values())
     assert f"{summary['mafa_over_grit_itm_map']:+.1f} points" in printed
     assert f"{root}/edges/itm/part-*.parquet" in printed.replace("\n", "")
+
+
+def test_the_lines_it_proposes_run_as_they_stand(
+    finished: tuple[Path, dict, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("fnpipe.cli.demo.DemoConfig", lambda: SMALL)
+    assert run(["demo", str(finished[0])]) == 0
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines() if sys.executable.split("/")[-1] in line]
+    assert len(lines) == 2
+    for line in lines:
+        shown = subprocess.run(line, shell=True, check=True, capture_output=True, text=True).stdout
+        assert "positive" in shown
 
 
 def test_with_json_standard_output_is_the_summary_alone(

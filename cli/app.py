@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any
@@ -18,6 +19,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+# What the system says of a path that a user has named: there is nothing to repair in the program.
+_PATH_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
 WorkspaceArgument = Annotated[str, typer.Argument(metavar="WORKSPACE", help="The workspace directory.")]
@@ -59,6 +63,10 @@ def run(arguments: list[str]) -> int:
         return _fail(str(error))
     except click_error as error:  # type: ignore[misc]
         return _fail(error.format_message())
+    except _PATH_ERRORS as error:
+        if error.filename is None:
+            raise
+        return _fail(f"{os.fspath(error.filename)}: {error.strerror}; give a path that can be used")
     except (typer.Abort, KeyboardInterrupt):
         print("fnpipe: interrupted; run the same command again to continue", file=sys.stderr)
         return 1

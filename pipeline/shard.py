@@ -72,7 +72,7 @@ class ShardConfig:
         ):
             if value is not None and value < 1:
                 raise InputError(f"{name} {value}: at least 1")
-        if self.holdout is not None and (self.holdout <= 0 or (self.holdout > 1 and self.holdout % 1)):
+        if self.holdout is not None and (not self.holdout > 0 or (self.holdout > 1 and self.holdout % 1)):
             raise InputError(f"--holdout {self.holdout:g}: a share between 0 and 1, or a whole number of pictures")
         if not 0 <= self.seed < 1 << 63:
             raise InputError(f"--seed {self.seed}: from 0 to 2^63 - 1")
@@ -106,7 +106,7 @@ def shard(sources: Sequence[str], workspace: str, config: ShardConfig, *, overwr
     """
     started = time.monotonic()
     root = Path(workspace)
-    opened = open_sources(sources, config.format)
+    opened = open_sources(sources, config.format, config.split)
     require_room(root, opened, config.shards)
     begun = {
         "format": FORMAT_VERSION,

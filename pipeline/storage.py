@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fnpipe.pipeline.errors import InputError
+
 
 def is_remote(url: str) -> bool:
     """Whether ``url`` names a file system other than the local one."""
@@ -22,10 +24,17 @@ def local_path(url: str) -> str:
 
 
 def filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec file system of ``url`` and the path inside it."""
+    """The fsspec file system of ``url`` and the path inside it.
+
+    Raises:
+        InputError: fsspec does not know the scheme, or lacks the package that speaks it.
+    """
     import fsspec
 
-    fs, path = fsspec.core.url_to_fs(url)
+    try:
+        fs, path = fsspec.core.url_to_fs(url)
+    except (ValueError, ImportError) as error:
+        raise InputError(f"{url}: cannot be opened ({error})") from error
     return fs, str(path)
 
 

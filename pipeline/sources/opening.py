@@ -14,6 +14,7 @@ from fnpipe.pipeline.sources.parquet import parquet_members, read_parquet
 from fnpipe.pipeline.sources.source import Reader, Source
 from fnpipe.pipeline.sources.tables import read_csv, read_tsv
 from fnpipe.pipeline.sources.webdataset import TAR_NAMES, read_webdataset, tar_members
+from fnpipe.pipeline.storage import is_remote
 
 READERS: dict[str, Reader] = {
     "albef": read_json,
@@ -30,17 +31,36 @@ FORMATS = ("auto", *READERS)
 _JSON_NAMES = (".json", ".jsonl", ".ndjson")
 # Which formats may stand for several files, by brace range or folder.
 _MANY_FILES = ("webdataset", "parquet")
+# Which formats say of their rows to which split they belong.
+_WITH_SPLITS = ("coco", "folder", "hf", "parquet")
 
 
-def open_sources(paths: Sequence[str], form: str) -> list[Source]:
+def open_sources(paths: Sequence[str], form: str, split: str | None = None) -> list[Source]:
     """The sources of a run, their forms found out where ``form`` is ``auto``; nothing is read yet.
 
     Raises:
-        InputError: a path that is not there, a form that cannot be told, an unknown form.
+        InputError: a path that is not there or cannot be reached, a form that cannot be told, an unknown form, a form
+            without splits of which a ``split`` is asked.
     """
     if form not in FORMATS:
         raise InputError(f"--format {form}: one of {', '.join(FORMATS)}{nearest(form, list(FORMATS))}")
-    return [_open(path, name, form) for path, name in zip(paths, source_names(paths), strict=True)]
+    sources = [_reach(path, name, form) for path, name in zip(paths, source_names(paths), strict=True)]
+    for source in sources:
+        if split is not None and source.format not in _WITH_SPLITS:
+            raise InputError(f"{source.path}: {source.format} knows no splits; leave --split {split} out")
+    return sources
+
+
+def _reach(path: str, name: str, form: str) -> Source:
+    if not is_remote(path):
+        return _open(path, name, form)
+    try:
+        return _open(path, name, form)
+    except InputError:
+        raise
+    except Exception as error:
+        # Every remote file system has exceptions of its own for "no such host", "no such bucket", "not allowed".
+        raise InputError(f"{path}: cannot be reached ({type(error).__name__}: {error})") from error
 
 
 def source_names(paths: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""``fnpipe train`` and ``fnpipe evaluate``."""
+"""``fnpipe train``, ``fnpipe evaluate`` and ``fnpipe export-model``."""
 
 from __future__ import annotations
 
@@ -126,6 +126,29 @@ def evaluate_command(
     emit(summary, json_, lambda: _print_figures(summary))
 
 
+@app.command("export-model")
+def export_model_command(
+    workspace: WorkspaceArgument,
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A new directory to write to.")],
+    run: Annotated[str, typer.Option(help="The run whose weights are written.")],
+    checkpoint: Annotated[str, typer.Option(help="best-or-last, best, last, or epoch-004.")] = "best-or-last",
+    json_: JsonFlag = False,
+) -> None:
+    """Write the two towers of a run for open_clip, which then gives the same embeddings.
+
+    Example: fnpipe export-model ws exported --run mafa
+    """
+    from dataclasses import asdict
+
+    from fnpipe.pipeline.workspace import Workspace
+    from fnpipe.train.export import export_model
+    from fnpipe.train.runs import find_run, load_run
+
+    exported = export_model(load_run(find_run(Workspace.open(workspace), run), checkpoint), directory)
+    summary = {"run": run, **asdict(exported)}
+    emit(summary, json_, lambda: _print_exported(summary))
+
+
 def _print_keys(rows: list[tuple[str, str, str]]) -> None:
     from rich.console import Console
     from rich.table import Table
@@ -169,3 +192,9 @@ def _print_figures(summary: dict[str, Any]) -> None:
             table.add_row(names[name] if side == "tr" else "", direction, *cells)
     console.print(table)
     console.print(", ".join(f"RSUM {names[n]} {summary[n]['rsum']:.1f}" for n in names if n in summary))
+
+
+def _print_exported(summary: dict[str, Any]) -> None:
+    print(f"{summary['path']}: {summary['model']}; in open_clip its embeddings differ by {summary['difference']:.1g}")
+    first = f"import {summary['needs']}; " if summary["needs"] else ""
+    print(f"In Python: {first}import open_clip; open_clip.create_model_and_transforms('local-dir:{summary['path']}')")

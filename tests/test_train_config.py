@@ -16,6 +16,7 @@ def resolved(config: TrainConfig, **facts: Any) -> TrainConfig:
     defaults: dict[str, Any] = {
         "architecture": "fnpipe-tiny",
         "itc_loss": "softmax",
+        "text_attention": "bidirectional",
         "batches_per_epoch": 90,
         "batch_size": 64,
         "grouped": config.method_losses.grouped,

@@ -51,6 +51,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "unscored": ("negative", "next"),
     "second": ("plain", "next-negative"),
     "itc_loss": ("softmax", "sigmoid"),
+    "text_attention": ("own", "bidirectional"),
     "precision": ("auto", "fp32", "bf16", "fp16"),
     "augment": ("auto", "tiny", "albef", "open-clip", "none"),
 }
@@ -69,6 +70,8 @@ class TrainConfig:
         init: where the weights start: a checkpoint file, ``run:NAME``, ``demo``; None: from scratch.
         image_size, fusion_layers: of the model (None: as the architecture, or ``init``, has them).
         itc_loss: ``softmax``, or SigLIP's ``sigmoid`` (None: that of ``init``, else softmax).
+        text_attention: the mask under which captions are embedded: the architecture's ``own``, or ``bidirectional``
+            (None: that of ``init``, bidirectional from scratch).
         groups: the plan; None: the only GRIT plan where the method needs one, else seeded random batches.
         materialized: where ``fnpipe group --materialize`` has put the plan: its shards are read front to back.
         edges: the mined edges; None: the only ones there are where the method needs some.
@@ -119,6 +122,7 @@ class TrainConfig:
     image_size: int | None = None
     fusion_layers: int | None = None
     itc_loss: str | None = None
+    text_attention: str | None = None
     groups: str | None = None
     materialized: str | None = None
     edges: str | None = None
@@ -167,7 +171,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for key, choices in CHOICES.items():
             value = getattr(self, key)
-            if value not in choices and not (value is None and key == "itc_loss"):
+            if value not in choices and not (value is None and key in ("itc_loss", "text_attention")):
                 raise InputError(
                     f"{key} is {value!r}; choose from {', '.join(choices)}{nearest(str(value), [*choices])}"
                 )
@@ -276,6 +280,7 @@ def resolve(
     *,
     architecture: str,
     itc_loss: str,
+    text_attention: str,
     batches_per_epoch: int,
     batch_size: int,
     grouped: bool,
@@ -292,7 +297,7 @@ def resolve(
         InputError: an option was asked for that SigLIP's loss does not have.
 
     Args:
-        architecture, itc_loss: of the model that was built.
+        architecture, itc_loss, text_attention: of the model that was built.
         batches_per_epoch: of this process's share. batch_size: the plan's, or that of the random batches.
         grouped: the batches come from a GRIT plan.
         splits: the workspace's. cached: the pictures are kept in memory.
@@ -322,6 +327,7 @@ def resolve(
         config,
         model=architecture,
         itc_loss=itc_loss,
+        text_attention=text_attention,
         epochs=epochs,
         batch_size=batch_size,
         itm=method.itm if config.itm is None else config.itm,

@@ -114,7 +114,8 @@ def _prepare(
 ) -> Training:
     """Open everything, choose what was left open, and write ``config.json``; nothing is trained yet."""
     torch.manual_seed(config.seed)
-    options = {key: getattr(config, key) for key in ("grad_checkpointing", "itc_loss", "image_size", "fusion_layers")}
+    of_model = ("grad_checkpointing", "itc_loss", "text_attention", "image_size", "fusion_layers")
+    options = {key: getattr(config, key) for key in of_model}
     model = starting_model(workspace, config.model, config.init, options)
     architecture = model.config.architecture
     inputs = open_inputs(workspace, config, architecture)
@@ -131,6 +132,7 @@ def _prepare(
         config,
         architecture=architecture,
         itc_loss=model.config.itc_loss,
+        text_attention=str(model.config.text_attention),
         batches_per_epoch=len(share(inputs.batches_per_epoch, group.rank, group.world)),
         batch_size=inputs.source.batch_size,
         grouped=inputs.source.grouped,

@@ -233,6 +233,11 @@ class TextTower(nn.Module):
         return projection(x) if isinstance(projection, nn.Linear) else x @ projection  # type: ignore[no-any-return]
 
     @property
+    def pools_first(self) -> bool:
+        """Whether the contrastive feature is taken at position 0."""
+        return bool(self._pool == "first")
+
+    @property
     def vocabulary_matrix(self) -> torch.Tensor:
         """(vocabulary, width): the token embedding, without [MASK]'s own row, which is never predicted."""
         inner: Any = self._inner
@@ -373,13 +378,13 @@ def _build(config: ModelConfig, *, load_weights: bool) -> VLModel:
 
     tiny.register()
     name = config.architecture
-    layout = _layout(name)
+    layout = architecture_layout(name)
     pretrained = config.pretrained if load_weights else None
     tag = open_clip.get_pretrained_cfg(name, pretrained) if pretrained else {}
     # With the other activation a checkpoint is worth much less, and open_clip only warns.
     config = replace(config, quick_gelu=config.quick_gelu or bool(tag.get("quick_gelu")))
     try:
-        with _without_warnings():
+        with without_warnings():
             clip = open_clip.create_model(
                 name,
                 pretrained=pretrained,
@@ -399,7 +404,7 @@ def _build(config: ModelConfig, *, load_weights: bool) -> VLModel:
 
 
 @contextmanager
-def _without_warnings() -> Iterator[None]:
+def without_warnings() -> Iterator[None]:
     """open_clip warns through the root logger that a model made without a checkpoint has random weights."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -423,7 +428,7 @@ _PREPROCESS: dict[str, dict[str, Any]] = {
 }
 
 
-def _layout(name: str) -> dict[str, Any]:
+def architecture_layout(name: str) -> dict[str, Any]:
     """open_clip's configuration of an architecture, refused in one line where the model cannot use it."""
     import open_clip
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 
 SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[EOT]", "[MASK]")
@@ -58,6 +59,11 @@ class CaptionTokenizer:
         for i, ids in enumerate(rows):
             out[i, : len(ids)] = torch.tensor(ids)
         return out
+
+    @property
+    def starts_alike(self) -> bool:
+        """Whether `write_tokenizer` can pad with the end of text, behind a first id that is always the same."""
+        return self.cls_id is not None and not isinstance(self._encode, _HfPieces)
 
     def _cut(self, ids: list[int]) -> list[int]:
         return ids if len(ids) <= self.context_length else [*ids[: self.context_length - 1], self.eot_id]
@@ -176,3 +182,60 @@ class _HfPieces:
         cleaned = [self.tokenizer.clean_fn(caption) for caption in captions]
         rows: list[list[int]] = self.tokenizer.tokenizer(cleaned, padding=False, truncation=False)["input_ids"]
         return [row if row and row[-1] == self.end else [*row, self.end] for row in rows]
+
+
+# ---------------------------------------------------------------------------------------------------- for open_clip
+def write_tokenizer(tokenizer: CaptionTokenizer, directory: Path, *, pad_with_end: bool = False) -> dict[str, Any]:
+    """Write what ``open_clip.get_tokenizer("local-dir:...")`` needs to read captions as ``tokenizer`` does.
+
+    Args:
+        pad_with_end: pad with the end of text; not for tokenizers of the transformers package.
+
+    Returns:
+        What the ``text_cfg`` of open_clip's configuration says about it, beside what the architecture's says already;
+        nothing where open_clip's default tokenizer is the one.
+    """
+    encode = tokenizer._encode
+    if isinstance(encode, _HfPieces):
+        encode.tokenizer.save_pretrained(directory)
+        return {}
+    if isinstance(encode, _ClipPieces):
+        if not pad_with_end:
+            return {}
+        pieces, clean = _clip_as_pieces(encode.tokenizer), "lower"
+        special = {"pad": "<end_of_text>", "cls": "<start_of_text>", "eos": "<end_of_text>"}
+    else:
+        assert isinstance(encode, _TinyPieces)
+        pieces, clean = _TinyPieces().pieces, "whitespace"
+        special = {"pad": "[EOT]" if pad_with_end else "[PAD]", "cls": "[CLS]", "eos": "[EOT]"}
+    _write_pieces(pieces, special, directory)
+    # Any name will do: beside a local configuration open_clip reads the tokenizer from that directory.
+    return {"hf_tokenizer_name": "local", "tokenizer_kwargs": {"clean": clean}}
+
+
+def _write_pieces(pieces: Any, special: dict[str, str], directory: Path) -> None:
+    """``tokenizer.json`` and the settings under which transformers wraps it, which need no transformers to write."""
+    from tokenizers.processors import TemplateProcessing
+
+    start, end = special["cls"], special["eos"]
+    ids = [(token, pieces.token_to_id(token)) for token in (start, end)]
+    pieces.post_processor = TemplateProcessing(single=f"{start} $A {end}", special_tokens=ids)
+    pieces.save(str(directory / "tokenizer.json"))
+    settings: dict[str, Any] = {f"{name}_token": token for name, token in special.items()}
+    # A caption that spells out a special token stays text.
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast", "split_special_tokens": True}
+    atomic.write_json(directory / "tokenizer_config.json", settings)
+
+
+def _clip_as_pieces(clip: Any) -> Any:
+    """open_clip's ``SimpleTokenizer`` as a tokenizer of the tokenizers package, for captions that it has cleaned."""
+    from tokenizers import AddedToken, Regex, Tokenizer
+    from tokenizers.models import BPE
+    from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+    pieces = Tokenizer(BPE(clip.encoder, list(clip.bpe_ranks), end_of_word_suffix="</w>"))
+    words = Split(Regex(r"'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"), "removed", invert=True)
+    pieces.pre_tokenizer = Sequence([words, ByteLevel(add_prefix_space=False, use_regex=False)])
+    special = [clip.decoder[i] for i in clip.all_special_ids]
+    pieces.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    return pieces

@@ -55,26 +55,41 @@ def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; a user's mistake becomes one line on stderr."""
     from fnpipe.cli import commands  # noqa: F401  registers every command
 
-    # typer carries its own copy of click in some versions; its exceptions are reached through this one.
+    # typer carries its own copy of click in some versions; its exceptions are reached through these two.
     click_error = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+    command = typer.main.get_command(app)
     try:
-        result = typer.main.get_command(app)(arguments or ["--help"], prog_name="fnpipe", standalone_mode=False)
+        # Not `command.main`, which would answer Ctrl-C and a closed pipe before us.
+        with command.make_context("fnpipe", list(arguments) or ["--help"]) as context:
+            command.invoke(context)
+        sys.stdout.flush()
     except InputError as error:
         return _fail(str(error))
     except click_error as error:  # type: ignore[misc]
         return _fail(error.format_message())
-    except _PATH_ERRORS as error:
-        if error.filename is None:
-            raise
-        return _fail(f"{os.fspath(error.filename)}: {error.strerror}; give a path that can be used")
+    except typer.Exit as done:
+        return int(done.exit_code)
     except (typer.Abort, KeyboardInterrupt):
         print("fnpipe: interrupted; run the same command again to continue", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        # The reader of our output (`head`) has gone: nothing is wrong, and nothing is left to say.
-        sys.stderr.close()
+        # The reader of our output (`head`) has gone: nothing is wrong, and nothing is left to say. Python would
+        # complain when it flushes at exit, so what is left goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    return int(result or 0)
+    except OSError as error:
+        return _fail_on_file(error)
+    return 0
+
+
+def _fail_on_file(error: OSError) -> int:
+    """One line for what the system says of a file: a wrong path is the user's fault, a full disk the machine's."""
+    if error.filename is None and error.errno is not None:
+        raise error
+    of_path = error.errno is None or isinstance(error, _PATH_ERRORS)
+    what = str(error) if error.filename is None else f"{os.fspath(error.filename)}: {error.strerror}"
+    code = _fail(f"{what}; check the path and the files below it" if of_path else what)
+    return code if of_path else 1
 
 
 def _fail(message: str) -> int:

@@ -126,7 +126,7 @@ def _print_shard(summary: dict[str, Any]) -> None:
         print(f"{summary['seconds']:,.1f} s, {rate:,.0f} images/s")
     if summary["quarantined"]:
         print(f"what was left out and why: fnpipe status {summary['workspace']} --quarantine")
-    print(f"next: fnpipe embed {summary['workspace']}")
+    print(f"next: fnpipe embed {summary['workspace']} --model ViT-B-32 --pretrained laion2b_s34b_b79k")
 
 
 def _print_counts(summary: dict[str, Any]) -> None:
@@ -150,7 +150,7 @@ def _print_status(summary: dict[str, Any]) -> None:
         print(f"from {source['path']} ({source['format']}{rows})")
     if "counts" in summary:
         _print_counts(summary["counts"])
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False)
     if summary["stages"]:
         table = Table("stage", "state", "made from", "made by")
         for stage in summary["stages"]:

@@ -128,14 +128,14 @@ def _render(summary: EmbedSummary) -> None:
         bad,
         f"{made:,} of {summary.shards:,} shards in {summary.seconds:,.1f} s",
     )
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def _render_import(summary: ImportSummary) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = Console(markup=False)
     table = Table("embeddings", "images", "pairs", "width", "bad", "rows of the folder", "unused")
     bad = ", ".join(f"{n:,} {reason}" for reason, n in summary.bad.items()) or "none"
     counts = (f"{summary.images:,}", f"{summary.pairs:,}", str(summary.width), bad, f"{summary.rows:,}")

@@ -180,7 +180,7 @@ def audit_command(
         quantiles = [f"{result.recorded['quantiles'][q]:.3f}" for q in ("p5", "p50", "p95")]
         table.add_row("recorded pairs", "", f"{result.recorded['mean']:.3f}", *quantiles)
         # A file or a pipe has no width; a terminal's own may be too narrow, and then the reader can widen it.
-        Console(width=None if sys.stdout.isatty() else 120).print(table)
+        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(table)
         for space, why in result.skipped.items():
             print(f"M = {space} left out: {why}")
         if plot_path:

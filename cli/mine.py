@@ -103,7 +103,7 @@ def mine_connections_command(
         return
     summary = mine_connections(opened, config, con_d, kind=kind)
     too_sure = kind == "clip" and calibrate_on is None and positive_share is None
-    emit(asdict(summary), as_json, partial(_render_summary, summary, too_sure))
+    emit(asdict(summary), as_json, partial(_render_summary, workspace, summary, too_sure))
 
 
 def load_discriminator(
@@ -176,7 +176,7 @@ def relabel_command(
     from fnpipe.pipeline.workspace import Workspace
 
     summary = summarise(relabel(Workspace.open(workspace), edges, tau_low, tau_high))
-    emit(asdict(summary), as_json, partial(_render_summary, summary))
+    emit(asdict(summary), as_json, partial(_render_summary, workspace, summary))
 
 
 @app.command("inspect")
@@ -255,7 +255,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:,.0f} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"
 
 
-def _render_summary(summary: MineSummary, too_sure: bool = False) -> None:
+def _render_summary(workspace: str, summary: MineSummary, too_sure: bool = False) -> None:
     labels = summary.labels
     print(
         f"edges/{summary.edges}: {summary.unique_combinations:,} unique combinations = {summary.judgements:,} judged "
@@ -270,7 +270,7 @@ def _render_summary(summary: MineSummary, too_sure: bool = False) -> None:
             "clip's p is far too sure of candidates, which were picked for their similarity: "
             "label with --positive-share, or fit it with --calibrate-on"
         )
-    print(f"look at them: fnpipe inspect WORKSPACE --edges {summary.edges} --html report.html")
+    print(f"look at them: fnpipe inspect {workspace} --edges {summary.edges} --html report.html")
 
 
 def _render_view(view: EdgeView, name: str) -> None:
@@ -302,7 +302,7 @@ def _render_view(view: EdgeView, name: str) -> None:
             *cells, *([Text("yes", style="green") if row.true else Text("no", style="red")] if marked else [])
         )
     # Where nobody measures, such as in a pipe, rich would fold at 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 160, markup=False)
     if view.rows:
         console.print(table)
     counts = ", ".join(f"{view.labels[label]:,} {label}" for label in ("positive", "ambiguous", "negative"))

@@ -156,14 +156,14 @@ def _print_keys(rows: list[tuple[str, str, str]]) -> None:
     table = Table("key", "type", "default", box=None)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Console(markup=False).print(table)
 
 
 def _print_training(workspace: str, summary: dict[str, Any]) -> None:
     from rich.console import Console
 
     losses = ", ".join(f"{name} {value:.3f}" for name, value in (summary.get("losses") or {}).items())
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(
         f"{summary['run']}: {summary['model']} by {summary['method']}, {summary['epochs']} epochs, "
         f"{summary['steps']:,} steps, {summary['seconds']:,.0f} s. Last step: {losses}."
@@ -177,7 +177,7 @@ def _print_figures(summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     why = " (the default)" if summary["default_split"] else ""
     console.print(f"On {summary['on']}{why}: {summary['images']:,} images, {summary['captions']:,} captions.")
     if summary["left_out"]:

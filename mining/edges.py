@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from fnpipe.mining.records import combination_keys
+from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Stage, Workspace
 
@@ -99,7 +99,7 @@ def read_edges(stage: Stage, columns: Sequence[str] | None = None) -> pa.Table:
     stage.require()
     names = list(columns) if columns is not None else EDGES_SCHEMA.names
     schema = pa.schema([EDGES_SCHEMA.field(name) for name in names])
-    parts = [pq.read_table(path, columns=names).cast(schema) for path in edge_parts(stage)]
+    parts = [atomic.read_table(path, columns=names).cast(schema) for path in edge_parts(stage)]
     # Every part brings its own dictionary; one for all lets a caller compare indices.
     return pa.concat_tables(parts).unify_dictionaries() if parts else schema.empty_table()
 

@@ -151,7 +151,7 @@ Judged = dict[int, list[tuple[str, float]]]
 
 def _judged(path: Path, recorded: dict[int, list[str]]) -> tuple[Judged, Judged]:
     """Positive and negative captions of every image of a part, equal ones once, most probable first."""
-    table = pq.read_table(path, columns=["image_id", "caption", "match_probability", "label"])
+    table = atomic.read_table(path, columns=["image_id", "caption", "match_probability", "label"])
     labels = codes_in(table["label"], LABELS)
     out: dict[int, Judged] = {POSITIVE: {}, NEGATIVE: {}}
     seen: set[tuple[int, str]] = {(image_id, text) for image_id, texts in recorded.items() for text in texts}

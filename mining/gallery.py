@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from PIL import Image
 
 from fnpipe.mining.accuracy import EdgeAccuracy, stage_against_truth
@@ -129,7 +128,7 @@ def _read_connections(edges: Stage, thresholds: tuple[float, float] | None) -> d
     columns = ["image_id", "pair_id", "caption", "similarity", "match_probability", "label", "source"]
     parts = []
     for path in edge_parts(edges):
-        table = pq.read_table(path, columns=columns)
+        table = atomic.read_table(path, columns=columns)
         label, identical = labels_of(table, thresholds), codes_in(table["source"], SOURCES) == IDENTITY
         kind = np.where(identical, 2, np.where(label == POSITIVE, 0, np.where(label == AMBIGUOUS, 1, -1)))
         table = table.drop_columns(["label", "source"]).append_column("kind", pa.array(kind, pa.int8()))

@@ -208,7 +208,7 @@ def plan_epochs(stage: Stage) -> int:
 
 def read_plan(stage: Stage, epoch: int) -> pa.Table:
     """The plan of a training epoch (``PLAN_SCHEMA``, in batch and slot order), taken modulo the planned epochs."""
-    return pq.read_table(plan_path(stage, epoch % plan_epochs(stage))).cast(PLAN_SCHEMA)
+    return atomic.read_table(plan_path(stage, epoch % plan_epochs(stage))).cast(PLAN_SCHEMA)
 
 
 def plan_epoch(

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from fnpipe.mining.edges import (
     DISCRIMINATOR,
@@ -61,7 +60,7 @@ def labels_of(table: pa.Table, thresholds: tuple[float, float] | None) -> np.nda
 def relabel_parts(stage: Stage, tau_low: float, tau_high: float) -> None:
     """Rewrite the labels of every part; identity stays positive."""
     for path in edge_parts(stage):
-        table = pq.read_table(path).cast(EDGES_SCHEMA)
+        table = atomic.read_table(path).cast(EDGES_SCHEMA)
         labels = labels_of(table, (tau_low, tau_high))
         at = EDGES_SCHEMA.get_field_index("label")
         column = pa.chunked_array([named(labels, LABELS)], EDGES_SCHEMA.field("label").type)
@@ -72,7 +71,7 @@ def judged_probabilities(stage: Stage) -> np.ndarray:
     """(n,) float32: p of every combination that the discriminator judged."""
     parts = [np.empty(0, np.float32)]
     for path in edge_parts(stage):
-        table = pq.read_table(path, columns=["match_probability", "source"])
+        table = atomic.read_table(path, columns=["match_probability", "source"])
         judged = codes_in(table["source"], SOURCES) == DISCRIMINATOR
         parts.append(table["match_probability"].to_numpy()[judged])
     return np.concatenate(parts)
@@ -83,7 +82,7 @@ def count_labels(stage: Stage) -> dict[str, Any]:
     table = np.zeros((len(SOURCES), len(LABELS)), np.int64)
     histogram = np.zeros(HISTOGRAM_BINS, np.int64)
     for path in edge_parts(stage):
-        part = pq.read_table(path, columns=["match_probability", "label", "source"])
+        part = atomic.read_table(path, columns=["match_probability", "label", "source"])
         sources, labels = codes_in(part["source"], SOURCES), codes_in(part["label"], LABELS)
         np.add.at(table, (sources, labels), 1)
         p = part["match_probability"].to_numpy()[sources == DISCRIMINATOR]

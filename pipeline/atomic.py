@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+from fnpipe.pipeline.errors import InputError
 
 TEMPORARY_PREFIX = ".tmp-"
 
@@ -60,6 +62,19 @@ def write_table(path: Path, table: pa.Table) -> None:
     """Write ``table`` as Parquet (zstd), atomically; equal tables give equal bytes."""
     with replacing(path) as temporary:
         pq.write_table(table, temporary, compression="zstd")
+
+
+def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """Read a Parquet file that a stage has left.
+
+    Raises:
+        InputError: it is damaged; our own files are whole or absent, so something else has written to it.
+    """
+    try:
+        return pq.read_table(path, columns=None if columns is None else list(columns))
+    except (pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowNotImplementedError) as error:
+        first = str(error).splitlines()[0]
+        raise InputError(f"{path}: damaged ({first}); make it again with --overwrite") from error
 
 
 def sweep(directory: Path) -> None:

@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -498,7 +497,7 @@ def is_done(stage: Stage, shard: int) -> bool:
 def finish(stage: Stage, width: int, description: Mapping[str, Any], options: ComputeOptions | None) -> None:
     """Join the shards' bad rows into ``bad.parquet`` and mark the embeddings as finished."""
     shards = range(stage.workspace.n_shards)
-    parts = [pq.read_table(_part_path(stage, shard)) for shard in shards]
+    parts = [atomic.read_table(_part_path(stage, shard)) for shard in shards]
     atomic.write_table(stage.path / "bad.parquet", pa.concat_tables([BAD_SCHEMA.empty_table(), *parts]))
     arrays = [path_of(stage.path, shard) for path_of in (image_array_path, text_array_path) for shard in shards]
     facts = {"threads": options.threads} if options else {}
@@ -514,7 +513,7 @@ def remove_parts(stage: Stage) -> None:
 
 
 def count_bad(stage: Stage) -> dict[str, int]:
-    reasons = pq.read_table(stage.path / "bad.parquet")["reason"].to_pylist()
+    reasons = atomic.read_table(stage.path / "bad.parquet")["reason"].to_pylist()
     return {reason: reasons.count(reason) for reason in sorted(set(reasons))}
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from fnpipe.pipeline import atomic
 from fnpipe.pipeline.workspace import Stage, Workspace
 
 BAD_SCHEMA = pa.schema([("image_id", pa.int64()), ("pair_id", pa.int64()), ("reason", pa.string())])
@@ -84,7 +84,7 @@ class Embeddings:
         shards = range(workspace.n_shards)
         self.images = Rows([image_array_path(stage.path, s) for s in shards], workspace.image_starts, self.width)
         self.texts = Rows([text_array_path(stage.path, s) for s in shards], workspace.pair_starts, self.width)
-        bad = pq.read_table(stage.path / "bad.parquet")
+        bad = atomic.read_table(stage.path / "bad.parquet")
         self.bad_images = _sorted_ids(bad["image_id"])
         self.bad_pairs = _sorted_ids(bad["pair_id"])
 

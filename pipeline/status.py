@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
+from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.parts import PARTS
 from fnpipe.pipeline.shard import ShardConfig, summary_of
-from fnpipe.pipeline.workspace import MADE_BY, MANIFEST, Workspace, read_manifest
+from fnpipe.pipeline.workspace import MADE_BY, MANIFEST, RUN_CONFIG, Stage, Workspace, read_manifest
 
 _EXAMPLES = 5
 
@@ -82,25 +83,19 @@ def _stages(workspace: Workspace) -> list[dict[str, str]]:
     for kind in MADE_BY:
         for name in workspace.names(kind):
             stage = workspace.stage(f"{kind}/{name}")
-            meta = stage.meta() or {}
+            state, meta = _run_state(stage) if kind == "runs" else (_state(stage), stage.meta() or {})
             found.append(
                 {
                     "name": stage.name,
-                    "state": _state(stage),
+                    "state": state,
                     "made_from": ", ".join(meta.get("inputs", {})),
-                    "made_with": ", ".join(f"{key} {_short(value)}" for key, value in meta.get("params", {}).items()),
+                    "made_with": ", ".join(_said(meta.get("params", {}))),
                 }
             )
     return found
 
 
-def _state(stage: Any) -> str:
-    if stage.name.startswith("runs/"):
-        return "begun" if stage.meta() is None else _state_of_meta(stage)
-    return _state_of_meta(stage)
-
-
-def _state_of_meta(stage: Any) -> str:
+def _state(stage: Stage) -> str:
     meta = stage.meta() or {}
     if not meta.get("complete"):
         return "not finished"
@@ -111,21 +106,39 @@ def _state_of_meta(stage: Any) -> str:
     return "finished"
 
 
+def _run_state(run: Stage) -> tuple[str, dict[str, Any]]:
+    """The state of a run, and what it was made from and with: ``config.json`` holds both."""
+    record = json.loads((run.path / RUN_CONFIG).read_bytes())
+    meta = {"inputs": record.get("inputs", {}), "params": record.get("asked", {})}
+    if meta["inputs"].get("pairs") != run.workspace.digest:
+        return "out of date", meta
+    return "finished" if record.get("complete") else "not finished", meta
+
+
 def _next(root: Path, stages: list[dict[str, str]]) -> str:
     """The first command of the chain whose result is not there."""
-    finished = {stage["name"].partition("/")[0] for stage in stages if stage["state"] in ("finished", "begun")}
     for kind, command in MADE_BY.items():
-        unfinished = next((s for s in stages if s["name"].startswith(kind) and s["state"] != "finished"), None)
-        if unfinished is not None and kind != "runs":
+        mine = [stage for stage in stages if stage["name"].startswith(f"{kind}/")]
+        unfinished = next((stage for stage in mine if stage["state"] != "finished"), None)
+        if not mine:
+            return f"fnpipe {command} {root}{_needed(kind, stages)}"
+        if unfinished is not None:
+            name = unfinished["name"].partition("/")[2]
+            named = {"runs": f" --run {name} --resume", "graph": f" --embeddings {name}"}.get(kind, f" --name {name}")
             again = " --overwrite" if unfinished["state"] == "out of date" else ""
-            return f"fnpipe {command} {root}{again}"
-        if kind not in finished:
-            return f"fnpipe {command} {root}{_needed(kind)}"
+            return f"fnpipe {command} {root}{named}{again}, with the flags it was begun with"
     return f"fnpipe evaluate {root} --run {_last_run(stages)}"
 
 
-def _needed(kind: str) -> str:
-    return {"runs": " --method mafa --run mafa", "edges": " --discriminator itm:RUN"}.get(kind, "")
+def _needed(kind: str, stages: list[dict[str, str]]) -> str:
+    """Flags without which the command of ``kind`` does not run."""
+    if kind == "embeddings":
+        return " --model ViT-B-32 --pretrained laion2b_s34b_b79k"
+    if kind == "edges":
+        trained = any(stage["name"].startswith("runs/") and stage["state"] == "finished" for stage in stages)
+        con_d = f"itm:{_last_run(stages)}" if trained else "clip --positive-share 0.02"
+        return f" --discriminator {con_d}"
+    return " --method mafa --run mafa" if kind == "runs" else ""
 
 
 def _last_run(stages: list[dict[str, str]]) -> str:
@@ -133,13 +146,14 @@ def _last_run(stages: list[dict[str, str]]) -> str:
 
 
 def _examples(root: Path) -> dict[str, list[dict[str, Any]]]:
-    table = pq.read_table(root / "quarantine.parquet")
+    table = atomic.read_table(root / "quarantine.parquet")
     reasons = pc.unique(table["reason"]).to_pylist()
     return {
         reason: table.filter(pc.equal(table["reason"], reason)).slice(0, _EXAMPLES).to_pylist() for reason in reasons
     }
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 30 else text[:27] + "..."
+def _said(params: dict[str, Any]) -> list[str]:
+    """The parameters that a person would name: no digests, and nothing that was left open."""
+    said = [(key, value) for key, value in params.items() if isinstance(value, str | int | float) and key != "weights"]
+    return [f"{key} {value}" for key, value in said if value is not False]

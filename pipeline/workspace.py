@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError, nearest
@@ -26,6 +25,7 @@ from fnpipe.pipeline.errors import InputError, nearest
 FORMAT_VERSION = 1
 MANIFEST = "fnpipe.json"
 META = "meta.json"
+RUN_CONFIG = "config.json"
 
 PAIRS_SCHEMA = pa.schema(
     [
@@ -48,6 +48,9 @@ PAIRS_SCHEMA = pa.schema(
 IMAGES_SCHEMA = pa.schema(
     [("image_id", pa.int64()), ("key", pa.string()), ("source", pa.string()), ("image", pa.string())]
 )
+
+_BEGUN_KEYS = ("format", "sources", "params")
+_FINISHED_KEYS = (*_BEGUN_KEYS, "counts", "shards", "images_per_shard", "pairs_per_shard", "splits", "digest")
 
 # The command that makes a stage, by the first part of its name.
 MADE_BY = {
@@ -124,7 +127,7 @@ class Workspace:
         read = None if columns is None else list(dict.fromkeys([*columns, *(["split"] if split else [])]))
         parts = []
         for number in shards:
-            part = pq.read_table(self.pairs_path(number), columns=read)
+            part = atomic.read_table(self.pairs_path(number), columns=read)
             if split is not None:
                 part = part.filter(pc.equal(part["split"], split))
             parts.append(part if columns is None else part.select(list(columns)))
@@ -136,14 +139,21 @@ class Workspace:
     def read_images(self, columns: Sequence[str] | None = None) -> pa.Table:
         """One row per image in image_id order: where each came from (``IMAGES_SCHEMA``)."""
         read = None if columns is None else list(columns)
-        return pa.concat_tables(pq.read_table(self.images_path(s), columns=read) for s in range(self.n_shards))
+        return pa.concat_tables(atomic.read_table(self.images_path(s), columns=read) for s in range(self.n_shards))
 
     def splits(self) -> dict[str, int]:
         """How many pairs each split has, by name."""
         return {str(k): int(v) for k, v in self.manifest["splits"].items()}
 
     def stage(self, name: str) -> Stage:
-        """The stage directory ``name``, such as ``embeddings/clip``; it need not exist yet."""
+        """The stage directory ``name``, such as ``embeddings/clip``; it need not exist yet.
+
+        Raises:
+            InputError: the part after the kind is no plain name; a path could lead out of the workspace.
+        """
+        kind, _, own = name.partition("/")
+        if not own or own.startswith(".") or own != own.strip() or any(c in own for c in "/\\\0\n"):
+            raise InputError(f"{own!r}: no name for {kind}; give a plain one, without slashes or a leading dot")
         return Stage(self, name)
 
     def names(self, kind: str) -> list[str]:
@@ -151,7 +161,7 @@ class Workspace:
         directory = self.root / kind
         if not directory.is_dir():
             return []
-        marker = "config.json" if kind == "runs" else META
+        marker = RUN_CONFIG if kind == "runs" else META
         return sorted(p.name for p in directory.iterdir() if (p / marker).exists())
 
     def only(self, kind: str, flag: str) -> str:
@@ -283,9 +293,11 @@ class Stage:
             for key in sorted(before.keys() | now.keys()):
                 if before.get(key) != now.get(key):
                     what = key if part == "params" else f"input {key}"
+                    # A graph is named after its embeddings; everything else has a name of its own.
+                    other = "" if self.name.startswith("graph/") else "use another --name, or "
                     raise InputError(
                         f"{self.path}: started with {what} {_show(before.get(key))}, now {_show(now.get(key))}; "
-                        "use another --name, or --overwrite to start afresh"
+                        f"{other}--overwrite to start afresh"
                     )
 
 
@@ -296,8 +308,13 @@ def read_manifest(root: Path) -> dict[str, Any] | None:
         InputError: it is damaged, or written by a newer fnpipe.
     """
     manifest = _read_json(root / MANIFEST)
-    if manifest is not None and manifest.get("format", 0) > FORMAT_VERSION:
+    if manifest is None:
+        return None
+    if manifest.get("format", 0) > FORMAT_VERSION:
         raise InputError(f"{root / MANIFEST}: format {manifest['format']}, this fnpipe reads {FORMAT_VERSION}; upgrade")
+    missing = [key for key in (_FINISHED_KEYS if manifest.get("complete") else _BEGUN_KEYS) if key not in manifest]
+    if missing:
+        raise InputError(f"{root / MANIFEST}: damaged (no {missing[0]!r}); shard again with --overwrite")
     return manifest
 
 

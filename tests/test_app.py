@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from conftest import MakePairs
+from conftest import MakePairs, MakeWorkspace
 from fnpipe.cli.app import run
+from fnpipe.pipeline.errors import InputError
 
 
 def one_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -67,3 +73,65 @@ def test_an_unknown_command_and_an_unknown_flag_are_one_line(capsys: pytest.Capt
     assert "nope" in one_line(capsys)
     assert run(["status", "somewhere", "--nope"]) == 2
     assert "--nope" in one_line(capsys)
+
+
+@pytest.mark.parametrize("name", ["..", "../outside", "a/b", ".hidden", ""])
+def test_a_name_cannot_lead_out_of_the_workspace(
+    name: str, make_workspace: MakeWorkspace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    workspace = make_workspace()
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "precious").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    command = ["group", str(workspace.root), "--sampling", "random", "--batch-size", "4", "--search-space", "all"]
+    if name:
+        assert run([*command, "--name", name, "--overwrite"]) == 2
+        assert "plain one" in one_line(capsys)
+    with pytest.raises(InputError, match="plain one"):
+        workspace.stage(f"groups/{name}")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_ctrl_c_says_how_to_go_on(
+    make_workspace: MakeWorkspace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fnpipe.pipeline.status.status", interrupted)
+    assert run(["status", str(make_workspace().root)]) == 1
+    assert "run the same command again" in one_line(capsys)
+
+
+def test_a_reader_that_leaves_early_is_no_error(make_workspace: MakeWorkspace):
+    root = make_workspace().root
+    command = f"{sys.executable} -m fnpipe.cli status {root}; echo status $? >&2"
+    # A pipe whose reading end is closed before anything is written, which is what `head` leaves behind.
+    shown = subprocess.run(["bash", "-c", f"({command}) | true"], capture_output=True, text=True)
+    assert shown.stderr.split() == ["status", "0"]
+
+
+@pytest.mark.parametrize("damage", ["images/00000.parquet", "pairs/00001.parquet"])
+def test_a_damaged_table_of_the_workspace_is_named_in_one_line(
+    damage: str, make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str]
+):
+    rng = np.random.default_rng(0)
+    workspace = make_workspace(12, embeddings=(rng.normal(size=(12, 4)), rng.normal(size=(12, 4))))
+    (workspace.root / damage).write_bytes(b"junk")
+    truth = workspace.root / "truth.parquet"
+    pq.write_table(pa.table({"image": ["0.png"], "concept": ["a"]}), truth)
+    assert run(["audit", str(workspace.root), "--batch-size", "4", "--truth", str(truth)]) == 2
+    assert damage in one_line(capsys)
+
+
+def test_a_manifest_without_its_keys_is_damaged_and_a_lost_table_is_named(
+    make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str]
+):
+    workspace = make_workspace()
+    (workspace.root / "pairs" / "00000.parquet").unlink()
+    assert run(["group", str(workspace.root), "--sampling", "random", "--batch-size", "4"]) == 2
+    assert "pairs/00000.parquet" in one_line(capsys)
+    (workspace.root / "fnpipe.json").write_text('{"complete": true}')
+    for command in ("status", "build-graph"):
+        assert run([command, str(workspace.root)]) == 2
+        assert "fnpipe.json: damaged" in one_line(capsys)

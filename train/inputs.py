@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import pyarrow.parquet as pq
 
 from fnpipe.mining.edges import EdgeLookup
 from fnpipe.mining.grouping import plan_epochs
 from fnpipe.mining.members import read_members
 from fnpipe.mining.records import Identity
 from fnpipe.mining.truth import Truth
+from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Stage, Workspace, digest_files
 from fnpipe.train.batches import BatchSource, PlannedBatches, RandomBatches, WithoutPairs
@@ -145,7 +145,7 @@ def doubted_pairs(edges: Stage, minimum: float) -> np.ndarray:
     path = edges.path / "recorded.parquet"
     if not path.is_file():
         raise InputError(f"{path}: not there; run `fnpipe mine-connections` with --score-recorded")
-    table = pq.read_table(path, columns=["pair_id", "match_probability"])
+    table = atomic.read_table(path, columns=["pair_id", "match_probability"])
     doubted = np.zeros(edges.workspace.n_pairs, bool)
     # NaN compares as False.
     doubted[table["pair_id"].to_numpy()] = table["match_probability"].to_numpy() < np.float32(minimum)

@@ -181,7 +181,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, help="default: torch's own choice; 1 where other jobs run beside it")
     parser.add_argument("--images", type=int, default=24)
     parser.add_argument("--batch", type=int, default=24, help="pairs per planned batch")
-    parser.add_argument("--candidates", type=int, default=5)
+    parser.add_argument("--candidates", type=int, default=7, help="7 make about 8 unique combinations an image")
     parser.add_argument("--scratch", type=int, default=48, help="combinations to judge from scratch")
     parser.add_argument("--scratch-batch", type=int, default=16)
     parser.add_argument("--fuse-batch", type=int, default=64)

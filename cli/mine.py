@@ -56,7 +56,7 @@ def mine_connections_command(
     ] = False,
     name: Annotated[str | None, typer.Option(help="Directory under edges/; default: the discriminator's kind.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    precision: Annotated[str, typer.Option(help="With blip: auto, fp32, bf16 or fp16.")] = "auto",
+    precision: Annotated[str, typer.Option(help="With itm and blip: auto, fp32, bf16 or fp16.")] = "auto",
     block_images: Annotated[int, typer.Option(help="Images whose features are held at a time.")] = 128,
     workers: Annotated[int, typer.Option(help="Threads that decode pictures; changes no byte.")] = 4,
     threads: Annotated[int | None, typer.Option(help="Threads the discriminator computes with on a CPU.")] = None,
@@ -122,7 +122,7 @@ def load_discriminator(
         from fnpipe.pipeline.encoders import pick_device
         from fnpipe.train.con_d import load_discriminator as load_itm
 
-        return load_itm(spec, workspace, pick_device(device))
+        return load_itm(spec, workspace, pick_device(device), precision)
     if kind == "blip":
         from fnpipe.mining.blip import load_blip
 

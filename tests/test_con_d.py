@@ -51,6 +51,19 @@ def test_scores_are_the_models_match_probabilities_in_the_order_asked_for(model,
     assert len(set(np.round(by_hand, 3))) == 7
 
 
+def test_bf16_is_close_to_fp32_and_says_that_it_was_used(model, pictures):
+    rows, columns = (grid.ravel() for grid in np.meshgrid(np.arange(5), np.arange(3)))
+    scores = {}
+    for precision in ("fp32", "bf16"):
+        con_d = ItmDiscriminator(model, precision=precision)
+        assert con_d.description["precision"] == precision
+        images, texts = con_d.prepare_images(pictures), con_d.prepare_texts(CAPTIONS)
+        assert images[0].dtype == (torch.bfloat16 if precision == "bf16" else torch.float32)
+        scores[precision] = con_d.score_pairs(images, rows, texts, columns)
+    np.testing.assert_allclose(scores["bf16"], scores["fp32"], atol=0.02)
+    assert (scores["bf16"] != scores["fp32"]).any()
+
+
 def test_nothing_to_score_gives_an_empty_array(model, pictures):
     con_d = ItmDiscriminator(model)
     none = np.zeros(0, np.int64)

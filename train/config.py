@@ -178,7 +178,8 @@ class TrainConfig:
         for key, low, high in _BOUNDS:
             value = getattr(self, key)
             if value is not None and not low <= value <= high:
-                raise InputError(f"{key} is {value}; it must lie between {low} and {high}")
+                bounds = f"be at least {low}" if high == _INF else f"lie between {low} and {high}"
+                raise InputError(f"{key} is {value}; it must {bounds}")
 
     @property
     def method_losses(self) -> Method:

@@ -643,7 +643,7 @@ def test_status_of_every_state_names_the_next_command(make_pairs: MakePairs, tmp
     assert run(unfinished["next"].split()[1:]) == 0
     finished = status(str(workspace))
     assert finished["counts"]["splits"] == {"test": 2, "train": 10}
-    assert finished["next"] == f"fnpipe embed {workspace}"
+    assert finished["next"] == f"fnpipe embed {workspace} --model ViT-B-32 --pretrained laion2b_s34b_b79k"
 
 
 def test_status_of_a_folder_that_is_no_workspace_says_so(tmp_path: Path):
@@ -660,7 +660,26 @@ def test_status_lists_stages_and_what_became_of_them(make_workspace):
     (workspace.root / "fnpipe.json").write_text(json.dumps({**manifest, "digest": "other"}))
     outdated = status(str(workspace.root))
     assert outdated["stages"][0]["state"] == "out of date"
-    assert outdated["next"] == f"fnpipe embed {workspace.root} --overwrite"
+    again = f"fnpipe embed {workspace.root} --name clip --overwrite, with the flags it was begun with"
+    assert outdated["next"] == again
+
+
+def test_status_tells_a_finished_run_from_one_that_goes_on_and_proposes_its_matching_head(make_workspace):
+    workspace = make_workspace(6, embeddings=(np.eye(6, 4) + 0.1, np.eye(6, 4) + 0.2))
+    for name in ("graph/clip", "groups/g"):
+        stage = workspace.stage(name)
+        stage.begin({}, {"pairs": workspace.digest})
+        stage.finish([])
+    assert status(str(workspace.root))["next"].endswith("--discriminator clip --positive-share 0.02")
+    config = workspace.root / "runs" / "con-d" / "config.json"
+    config.parent.mkdir(parents=True)
+    record = {"inputs": {"pairs": workspace.digest}, "asked": {"method": "albef", "epochs": 3}}
+    for complete, state in ((False, "not finished"), (True, "finished")):
+        config.write_text(json.dumps({**record, "complete": complete}))
+        run = status(str(workspace.root))["stages"][-1]
+        assert (run["name"], run["state"]) == ("runs/con-d", state)
+        assert run["made_with"] == "method albef, epochs 3"
+    assert status(str(workspace.root))["next"].endswith("--discriminator itm:con-d")
 
 
 def test_the_commands_print_counts_examples_and_json(make_pairs: MakePairs, tmp_path: Path, capsys):

@@ -81,8 +81,8 @@ def without_own(ids, owners, rows):
     return np.stack([row[row != own][:rows] for row, own in zip(ids, owners, strict=True)])
 
 
-def sqfp16_search(queries, owners, candidates, true_ids, recall):
-    """Seconds to build IVF2048,SQfp16, and to search the queries at the first nprobe that reaches ``recall``."""
+def sqfp16_search(queries, owners, candidates, true_ids, recall, k):
+    """Seconds to build IVF2048,SQfp16, and to search lists of k at the first nprobe that reaches ``recall``."""
     began = clocks()
     index = faiss.index_factory(candidates.rows.width, "IVF2048,SQfp16", faiss.METRIC_INNER_PRODUCT)
     draw = np.sort(np.random.default_rng(0).choice(len(candidates), min(len(candidates), 2048 * 48), replace=False))
@@ -93,7 +93,7 @@ def sqfp16_search(queries, owners, candidates, true_ids, recall):
     for nprobe in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 256):
         index.nprobe = nprobe
         began = clocks()
-        _, found = index.search(queries, 11)
+        _, found = index.search(queries, k + 1)
         searching = clocks() - began
         reached = share_found(without_own(candidates.ids[found], owners, 10), true_ids)
         if reached >= recall:
@@ -146,7 +146,7 @@ def compare(workspace, seconds: np.ndarray, pairs: int, sample: int) -> dict[str
         flat += exact_seconds * len(queries) / len(rows)
         print(f"{direction}: recall@10 {recall:.4f}, flat {exact_seconds[0]:.1f} s for {len(rows)} queries", flush=True)
         if pairs <= COMPARE_UP_TO:
-            building, searching = sqfp16_search(vectors, owners, candidates, true_ids, recall)
+            building, searching = sqfp16_search(vectors, owners, candidates, true_ids, recall, graph.k)
             sqfp16 += building + searching * len(queries) / len(rows)
     # The ratios of CPU seconds are those to trust where the machine had other work.
     for name, (wall, cpu) in (("flat", flat / seconds), ("ivf_sqfp16", sqfp16 / seconds)):

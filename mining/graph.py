@@ -167,7 +167,7 @@ _IVF_BLOCK_LEAST, _IVF_BLOCK_MOST = 16_384, 131_072
 
 # The share of the true 10 nearest that probed cells must hold, measured on so many random queries.
 _PROBED_RECALL = 0.96
-_PROBE_SAMPLE = 1000
+_PROBE_SAMPLE = 500
 
 
 @dataclass(frozen=True)

@@ -85,11 +85,12 @@ def one_thread_per_product() -> Iterator[None]:
 
 
 def cell_count(rows: int) -> int:
-    """How many cells: a power of two near 3 sqrt(rows), from 1 to 4,096, with 16 rows each at least.
+    """How many cells: a power of two near 1.5 sqrt(rows), from 1,024 to 4,096, yet with 16 rows each at least.
 
-    More cells would cost more to train and to route to than they save in the scan.
+    More cells would cost more to train and to route to than they save in the scan; fewer than the coarse topics of the
+    data need many more probes.
     """
-    wanted = min(3 * np.sqrt(max(rows, 1)), max(1, rows / 16), 4096)
+    wanted = min(max(1.5 * np.sqrt(rows), 1024), max(1, rows / 16), 4096)
     return int(2 ** np.round(np.log2(wanted)))
 
 

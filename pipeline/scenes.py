@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +74,50 @@ TWO_OBJECTS = 0.4  # share of scenes with two objects
 MENTION_BOTH = 0.3  # share of two-object scenes whose caption mentions both
 # How many claims a caption makes beyond colour and shape, by how many objects it mentions.
 EXTRA_CLAIMS = {1: {2: 0.15, 3: 0.85}, 2: {0: 0.1, 1: 0.5, 2: 0.4}}
+
+Fill = tuple[int, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Style:
+    """How scenes look and how much their captions say; what the words mean is the same in every style.
+
+    Attributes:
+        colours, backgrounds: RGB by the names of ``COLOURS`` and ``BACKGROUNDS``, in their order.
+        used_backgrounds: only the first so many occur.
+        extra_claims: in the form of ``EXTRA_CLAIMS``.
+    """
+
+    colours: Mapping[str, Fill] = field(default_factory=lambda: COLOURS)
+    backgrounds: Mapping[str, Fill] = field(default_factory=lambda: BACKGROUNDS)
+    used_backgrounds: int = len(BACKGROUNDS)
+    extra_claims: Mapping[int, Mapping[int, float]] = field(default_factory=lambda: EXTRA_CLAIMS)
+
+
+HOME = Style()
+# Another domain with the same language: an encoder trained on it is to scenes of `HOME` what one trained on
+# photographs is to drawings. Other shades, half of the backgrounds, and captions that say less.
+FOREIGN = Style(
+    colours={
+        "red": (255, 90, 110),
+        "green": (120, 220, 60),
+        "blue": (20, 130, 255),
+        "yellow": (200, 190, 20),
+        "purple": (200, 80, 240),
+        "orange": (225, 110, 60),
+        "white": (215, 225, 235),
+        "black": (60, 50, 55),
+    },
+    backgrounds={
+        **BACKGROUNDS,
+        "grey": (100, 105, 115),
+        "teal": (50, 130, 120),
+        "pink": (250, 140, 200),
+        "brown": (150, 105, 70),
+    },
+    used_backgrounds=4,
+    extra_claims={**EXTRA_CLAIMS, 1: {1: 0.2, 2: 0.6, 3: 0.2}},
+)
 
 OVERSAMPLING = 3  # drawn this much larger and averaged down, which smooths the edges
 PICTURES = "pictures"
@@ -135,6 +179,7 @@ class Scenes:
     claims: Claims
     captions: list[str]
     size: int
+    style: Style = HOME
 
     def __len__(self) -> int:
         return len(self.captions)
@@ -143,7 +188,7 @@ class Scenes:
         """Every scene drawn: (n, size, size, 3) uint8."""
         pictures = np.empty((len(self), self.size, self.size, 3), np.uint8)
         for i in range(len(self)):
-            pictures[i] = render(self.graphs, i, self.size)
+            pictures[i] = render(self.graphs, i, self.size, self.style)
         return pictures
 
     def truth(self) -> tuple[np.ndarray, np.ndarray]:
@@ -151,15 +196,15 @@ class Scenes:
         return true_combinations(self.claims, self.graphs)
 
 
-def draw(n: int, seed: int, *, size: int = 64) -> Scenes:
+def draw(n: int, seed: int, *, size: int = 64, style: Style = HOME) -> Scenes:
     """Make up ``n`` scenes and a caption for each; equal arguments give equal scenes.
 
     Args:
         size: the pictures' width and height in pixels. It does not change what the scenes show.
     """
-    graphs = _sample_graphs(n, np.random.default_rng(seed))
-    claims, captions = _sample_captions(graphs, random.Random(seed))
-    return Scenes(graphs, claims, captions, size)
+    graphs = _sample_graphs(n, np.random.default_rng(seed), style)
+    claims, captions = _sample_captions(graphs, random.Random(seed), style)
+    return Scenes(graphs, claims, captions, size, style)
 
 
 def write_scenes(directory: str | Path, n: int, seed: int, *, size: int = 64) -> Scenes:
@@ -267,7 +312,7 @@ def _relations(graphs: SceneGraphs, scenes: np.ndarray, one: int, other: int) ->
     return np.stack([across < 0, across > 0, down < 0, down > 0])
 
 
-def _sample_graphs(n: int, rng: np.random.Generator) -> SceneGraphs:
+def _sample_graphs(n: int, rng: np.random.Generator, style: Style) -> SceneGraphs:
     two = rng.random(n) < TWO_OBJECTS
     cell = np.argsort(rng.random((n, 9)), axis=1)[:, :2]  # two different cells
 
@@ -281,13 +326,13 @@ def _sample_graphs(n: int, rng: np.random.Generator) -> SceneGraphs:
         size=codes(len(SIZES), 2),
         row=(cell // 3).astype(np.int8),
         column=(cell % 3).astype(np.int8),
-        background=codes(len(BACKGROUNDS)),
+        background=codes(style.used_backgrounds),
         shift=rng.integers(-2, 3, (n, 2, 2), dtype=np.int8),
         tone=rng.integers(-12, 13, (n, 3), dtype=np.int8),
     )
 
 
-def _sample_captions(graphs: SceneGraphs, rng: random.Random) -> tuple[Claims, list[str]]:
+def _sample_captions(graphs: SceneGraphs, rng: random.Random, style: Style) -> tuple[Claims, list[str]]:
     n = len(graphs)
     claims = Claims(
         *(np.full((n, 2), UNSAID, np.int8) for _ in range(4)), *(np.full(n, UNSAID, np.int8) for _ in range(2))
@@ -304,7 +349,9 @@ def _sample_captions(graphs: SceneGraphs, rng: random.Random) -> tuple[Claims, l
             claims.colour[i, mention] = graphs.colour[i, slot]
             claims.shape[i, mention] = graphs.shape[i, slot]
         holding = relations[slots[0]][:, i] if len(slots) == 2 else None
-        _claim_more(claims, graphs, i, slots, sides[:, :, i], holding, rng)
+        weights = style.extra_claims[len(slots)]
+        wanted = rng.choices(list(weights), list(weights.values()))[0]
+        _claim_more(claims, graphs, i, slots, sides[:, :, i], holding, wanted, rng)
     return claims, [_word(claims, i, rng) for i in range(n)]
 
 
@@ -315,9 +362,10 @@ def _claim_more(
     slots: Sequence[int],
     sides: np.ndarray,
     relations: np.ndarray | None,
+    wanted: int,
     rng: random.Random,
 ) -> None:
-    """Claim more about scene ``i`` than colours and shapes, in place: as often as `EXTRA_CLAIMS` says, at random.
+    """Make ``wanted`` claims about scene ``i`` beyond colours and shapes, in place, as far as there are that many.
 
     ``sides``: (object, side) bool, and ``relations``: (relation,) bool or None, are what may be claimed.
     """
@@ -326,8 +374,6 @@ def _claim_more(
         options += [("size", mention), ("side", mention)]
     if relations is not None:
         options += [("relation", 0)] * 2  # twice as likely as another claim
-    weights = EXTRA_CLAIMS[len(slots)]
-    wanted = rng.choices(list(weights), list(weights.values()))[0]
     rng.shuffle(options)
     for kind, mention in options:
         if wanted == 0:
@@ -376,12 +422,12 @@ def _word(claims: Claims, i: int, rng: random.Random) -> str:
     return f"{rng.choice(('picture', 'drawing', 'image'))} of {text}" if rng.random() < 0.25 else text
 
 
-def render(graphs: SceneGraphs, i: int, size: int) -> np.ndarray:
+def render(graphs: SceneGraphs, i: int, size: int, style: Style = HOME) -> np.ndarray:
     """Draw scene ``i``: (size, size, 3) uint8."""
     from PIL import Image, ImageDraw
 
     large = size * OVERSAMPLING
-    ground = np.clip(np.array(tuple(BACKGROUNDS.values())[graphs.background[i]]) + graphs.tone[i], 0, 255)
+    ground = np.clip(np.array(tuple(style.backgrounds.values())[graphs.background[i]]) + graphs.tone[i], 0, 255)
     image = Image.new("RGB", (large, large), tuple(ground.tolist()))
     canvas = ImageDraw.Draw(image)
     cell = large / 3
@@ -389,12 +435,9 @@ def render(graphs: SceneGraphs, i: int, size: int) -> np.ndarray:
         x = (graphs.column[i, slot] + 0.5) * cell + graphs.shift[i, slot, 0] * OVERSAMPLING / 2
         y = (graphs.row[i, slot] + 0.5) * cell + graphs.shift[i, slot, 1] * OVERSAMPLING / 2
         radius = cell * (0.45 if graphs.size[i, slot] else 0.28)
-        fill = tuple(COLOURS.values())[graphs.colour[i, slot]]
+        fill = tuple(style.colours.values())[graphs.colour[i, slot]]
         _SHAPE_DRAWERS[SHAPES[graphs.shape[i, slot]]](canvas, float(x), float(y), radius, fill)
     return np.asarray(image.resize((size, size), Image.Resampling.BOX))
-
-
-Fill = tuple[int, int, int]
 
 
 def _box(canvas: ImageDraw.ImageDraw, x: float, y: float, half_width: float, half_height: float, fill: Fill) -> None:

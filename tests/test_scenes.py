@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fnpipe.pipeline.scenes import BACKGROUNDS, COLOURS, SHAPES, Scenes, draw, render, write_scenes
+from fnpipe.pipeline.scenes import BACKGROUNDS, COLOURS, FOREIGN, SHAPES, Scenes, draw, render, write_scenes
 
 # The captions' words, written down again: what each stands for.
 COLOUR_OF = {
@@ -196,3 +196,16 @@ def test_written_scenes_are_the_albef_form_with_pictures_and_truth(tmp_path: Pat
     table = pq.read_table(tmp_path / "truth.parquet")
     assert table.column_names == ["image", "caption"]
     assert sorted(expected) == sorted(zip(*table.to_pydict().values(), strict=True))
+
+
+def test_a_foreign_style_shows_and_says_other_things_in_the_same_words():
+    home, foreign = draw(300, 4), draw(300, 4, style=FOREIGN)
+    assert set(foreign.graphs.background.tolist()) == {0, 1, 2, 3}
+    assert sum(map(len, foreign.captions)) < 0.95 * sum(map(len, home.captions))
+    words = {word for caption in foreign.captions for word in caption.split()}
+    assert words <= {word for caption in draw(3000, 4).captions for word in caption.split()}
+    # What is true of a picture is decided by the same rule.
+    captions, scenes = foreign.truth()
+    assert set(zip(range(300), range(300), strict=True)) <= set(zip(captions.tolist(), scenes.tolist(), strict=True))
+    i = int(np.flatnonzero(~foreign.graphs.two)[0])
+    assert not np.array_equal(foreign.pictures()[i], render(foreign.graphs, i, 64))

@@ -35,6 +35,12 @@ def shard_command(
     holdout: Annotated[
         float | None, typer.Option(help="Draw a share (below 1) or a number of the pictures as the split 'test'.")
     ] = None,
+    shuffle_captions: Annotated[
+        float | None,
+        typer.Option(
+            metavar="F", help="Give this share of the train pairs each other's captions: wrong pairs, for experiments."
+        ),
+    ] = None,
     max_pixels: Annotated[
         int | None, typer.Option(help="Leave larger images out, by their header.", show_default="89,478,485")
     ] = None,
@@ -81,6 +87,7 @@ def shard_command(
         header=not no_header,
         split=split,
         holdout=holdout,
+        shuffle_captions=shuffle_captions,
         max_pixels=MAX_PIXELS if max_pixels is None else max_pixels,
         images_per_shard=images_per_shard,
         resize=resize,
@@ -136,6 +143,8 @@ def _print_counts(summary: dict[str, Any]) -> None:
         print(f"  {reason}: {count:,}")
     if summary["captions_dropped"]:
         print(f"captions dropped inside kept rows: {summary['captions_dropped']:,}")
+    if "shuffled" in summary:
+        print(f"wrong pairs made by --shuffle-captions: {summary['shuffled']:,} (shuffled.parquet)")
     splits = ", ".join(f"{name} {count:,}" for name, count in summary["splits"].items())
     print(f"{summary['images']:,} images, {summary['pairs']:,} pairs ({splits}) in {summary['shards']:,} shards")
 

@@ -8,6 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fnpipe.pipeline import atomic
+from fnpipe.pipeline.shuffling import SHUFFLED
 from fnpipe.pipeline.workspace import Workspace
 
 
@@ -32,6 +34,19 @@ def contains(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
 def pair_images(workspace: Workspace) -> np.ndarray:
     """(n_pairs,) int64: the image_id of every pair_id."""
     images: np.ndarray = workspace.read_pairs(["image_id"])["image_id"].to_numpy()
+    return images
+
+
+def caption_images(workspace: Workspace) -> np.ndarray:
+    """(n_pairs,) int64: the image that each pair's caption was written for.
+
+    It is the pair's own, but where ``shard --shuffle-captions`` gave the pair another's caption.
+    """
+    images = pair_images(workspace)
+    if "shuffled" in workspace.manifest["counts"]:
+        shuffled = atomic.read_table(workspace.root / SHUFFLED)
+        images = images.copy()
+        images[shuffled["pair_id"].to_numpy()] = shuffled["caption_image_id"].to_numpy()
     return images
 
 

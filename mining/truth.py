@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fnpipe.mining.records import codes_of, combination_keys, contains, pair_images
+from fnpipe.mining.records import caption_images, codes_of, combination_keys, contains
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
 
@@ -19,6 +19,9 @@ Matches = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 class Truth:
     """Every true combination of a workspace.
+
+    Recorded pairs are true, but for those that ``shard --shuffle-captions`` made wrong: of these the pair that the
+    caption was taken from is.
 
     Attributes:
         form: ``concept`` (images of one concept share their captions) or ``caption`` (true combinations are listed).
@@ -65,7 +68,7 @@ class Truth:
                 asks for a block.
 
         Returns:
-            bool, in the broadcast shape. Recorded pairs are true.
+            bool, in the broadcast shape.
         """
         return self._matches(np.asarray(image_ids, np.int64), np.asarray(pair_ids, np.int64))
 
@@ -127,7 +130,7 @@ def _by_concept(path: Path, column: pa.ChunkedArray, image_ids: np.ndarray, work
     if len(other):
         image = workspace.read_images(["image"])["image"][int(image_ids[other[0]])].as_py()
         raise InputError(f"{path}: image {image!r} has two concepts; list true combinations as image, caption instead")
-    image_of = pair_images(workspace)
+    image_of = caption_images(workspace)
 
     def matches(images: np.ndarray, pairs: np.ndarray) -> np.ndarray:
         owners = image_of[pairs]
@@ -144,6 +147,6 @@ def _by_caption(path: Path, column: pa.ChunkedArray, image_ids: np.ndarray, work
     codes = codes_of(both)
     width = int(codes.max(initial=0)) + 1
     of_pair, listed = codes[: len(captions)], codes[len(captions) :]
-    recorded = combination_keys(pair_images(workspace), of_pair, width)
+    recorded = combination_keys(caption_images(workspace), of_pair, width)
     keys = np.unique(np.concatenate([combination_keys(image_ids, listed, width), recorded]))
     return lambda images, pairs: contains(keys, combination_keys(images, of_pair[pairs], width))

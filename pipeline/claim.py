@@ -13,6 +13,7 @@ from typing import Any
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.parts import PARTS, shard_name
+from fnpipe.pipeline.shuffling import SHUFFLED
 from fnpipe.pipeline.sources.files import absolute, exists, is_directory, parent
 from fnpipe.pipeline.sources.source import Source
 from fnpipe.pipeline.storage import is_remote, local_path
@@ -20,7 +21,7 @@ from fnpipe.pipeline.workspace import MANIFEST, read_manifest
 
 _LOCK = ".lock"
 # What a sharding lays down beside its manifest; none of it may be somebody else's.
-_OUTPUTS = ("shards", "pairs", "images", PARTS, "quarantine.parquet")
+_OUTPUTS = ("shards", "pairs", "images", PARTS, "quarantine.parquet", SHUFFLED)
 
 
 def require_room(root: Path, sources: list[Source], shards: str | None) -> None:

@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.order import held_out
 from fnpipe.pipeline.parts import QUARANTINE_SCHEMA, Tally, part_path, quarantine_path, read_tally
+from fnpipe.pipeline.shuffling import SHUFFLED, Swaps
 from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, digest_files
 
 TEST, TRAIN = "test", "train"
@@ -24,13 +25,17 @@ TEST, TRAIN = "test", "train"
 
 @dataclass
 class Finished:
-    """What the tables hold: per shard that is not empty, its number among the parts, its images and its pairs."""
+    """What the tables hold: per shard that is not empty, its number among the parts, its images and its pairs.
+
+    ``shuffled`` is the number of pairs that were made wrong, None where that was not asked for.
+    """
 
     shards: list[int] = field(default_factory=list)
     images: list[int] = field(default_factory=list)
     pairs: list[int] = field(default_factory=list)
     splits: Counter[str] = field(default_factory=Counter)
     digest: str = ""
+    shuffled: int | None = None
 
 
 def total_tally(parts: Path, shards: int) -> Tally:
@@ -44,10 +49,24 @@ def total_tally(parts: Path, shards: int) -> Tally:
     return total
 
 
-def write_tables(root: Path, parts: Path, shards: int, holdout: float | None, *, in_place: bool) -> Finished:
-    """Give image_id and pair_id in shard order and write ``pairs/`` and ``images/``; empty shards are passed over."""
+def write_tables(
+    root: Path,
+    parts: Path,
+    shards: int,
+    *,
+    holdout: float | None,
+    shuffle: float | None = None,
+    seed: int = 0,
+    in_place: bool = False,
+) -> Finished:
+    """Give image_id and pair_id in shard order and write ``pairs/`` and ``images/``; empty shards are passed over.
+
+    Args:
+        shuffle: the share of the train pairs that get each other's captions, by ``seed``; see `shuffling`.
+    """
     done = Finished()
     drawn = _draw(parts, shards, holdout)
+    swaps = None if shuffle is None else _swaps(parts, shards, drawn, shuffle, seed)
     repeated = _repeated_keys(parts, shards) if in_place else None
     image_id = pair_id = 0
     for shard in range(shards):
@@ -56,10 +75,11 @@ def write_tables(root: Path, parts: Path, shards: int, holdout: float | None, *,
             continue
         if repeated is not None:
             part = _distinct_keys(part, repeated, shard)
-        first = np.flatnonzero(np.diff(part["position"].to_numpy(), prepend=-1))
-        inside = np.cumsum(np.bincount(first, minlength=len(part))) - 1
+        first, inside = _images_in(part)
         number = len(done.shards)
         pairs = _pairs(part, number, image_id + inside, pair_id, drawn)
+        if swaps is not None:
+            pairs = swaps.applied(pairs)
         atomic.write_table(root / "pairs" / f"{number:05d}.parquet", pairs)
         atomic.write_table(root / "images" / f"{number:05d}.parquet", _images(part, first, image_id))
         for split in pc.value_counts(pairs["split"]).to_pylist():
@@ -69,6 +89,9 @@ def write_tables(root: Path, parts: Path, shards: int, holdout: float | None, *,
         done.pairs.append(len(part))
         image_id += len(first)
         pair_id += len(part)
+    if swaps is not None:
+        atomic.write_table(root / SHUFFLED, swaps.table())
+        done.shuffled = int(swaps.wrong.sum())
     done.digest = digest_files([root / "pairs" / f"{n:05d}.parquet" for n in range(len(done.shards))], root)
     return done
 
@@ -104,16 +127,38 @@ def _draw(parts: Path, shards: int, holdout: float | None) -> pa.Array | None:
     return np.unique(ranks[held_out(ranks, holdout)])
 
 
-def _pairs(part: pa.Table, number: int, image_ids: np.ndarray, first_pair: int, drawn: np.ndarray | None) -> pa.Table:
-    n = len(part)
-    default = pa.array(np.full(n, TRAIN, object), pa.string())
+def _images_in(part: pa.Table) -> tuple[np.ndarray, np.ndarray]:
+    """The first row of each image of a part, and (rows,) which of its images each row belongs to."""
+    first = np.flatnonzero(np.diff(part["position"].to_numpy(), prepend=-1))
+    return first, np.cumsum(np.bincount(first, minlength=len(part))) - 1
+
+
+def _splits(part: pa.Table, drawn: np.ndarray | None) -> pa.ChunkedArray:
+    default = pa.array(np.full(len(part), TRAIN, object), pa.string())
     if drawn is not None:
         default = pa.array(np.where(np.isin(part["rank"].to_numpy(), drawn), TEST, TRAIN).astype(object), pa.string())
+    return pc.coalesce(part["split"], default)
+
+
+def _swaps(parts: Path, shards: int, drawn: np.ndarray | None, share: float, seed: int) -> Swaps:
+    """Which captions change places; holds the captions of all pairs, unlike everything else here."""
+    tables, images = [], 0
+    for shard in range(shards):
+        part = pq.read_table(part_path(parts, shard), columns=["position", "rank", "split", "caption", "image_sha256"])
+        first, inside = _images_in(part)
+        columns = [_splits(part, drawn), part["caption"].cast(pa.large_string()), part["image_sha256"], images + inside]
+        tables.append(pa.table(dict(zip(("split", "caption", "image_sha256", "image"), columns, strict=True))))
+        images += len(first)
+    return Swaps(pa.concat_tables(tables), TRAIN, share, seed)
+
+
+def _pairs(part: pa.Table, number: int, image_ids: np.ndarray, first_pair: int, drawn: np.ndarray | None) -> pa.Table:
+    n = len(part)
     columns = {
         "pair_id": pa.array(first_pair + np.arange(n, dtype=np.int64)),
         "image_id": pa.array(image_ids.astype(np.int64)),
         "shard": pa.array(np.full(n, number, np.int32)),
-        "split": pc.coalesce(part["split"], default),
+        "split": _splits(part, drawn),
     }
     arrays = [columns[name] if name in columns else part[name] for name in PAIRS_SCHEMA.names]
     return pa.Table.from_arrays(arrays, schema=PAIRS_SCHEMA)

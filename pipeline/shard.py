@@ -42,6 +42,8 @@ class ShardConfig:
 
     Attributes:
         holdout: a share of the pictures below 1, or their number, drawn as the split ``test``.
+        shuffle_captions: a share of the train pairs that get each other's captions, for experiments with noisy data;
+            ``shuffled.parquet`` lists them, and the tars keep what the source says.
         shards: an fsspec URL for the tars; None puts them into the workspace.
         in_place: index existing tars where they lie; ``verify`` then decodes every image instead of reading headers.
     """
@@ -53,6 +55,7 @@ class ShardConfig:
     header: bool = True
     split: str | None = None
     holdout: float | None = None
+    shuffle_captions: float | None = None
     max_pixels: int = MAX_PIXELS
     images_per_shard: int = 1000
     resize: int | None = None
@@ -74,6 +77,8 @@ class ShardConfig:
                 raise InputError(f"{name} {value}: at least 1")
         if self.holdout is not None and (not self.holdout > 0 or (self.holdout > 1 and self.holdout % 1)):
             raise InputError(f"--holdout {self.holdout:g}: a share between 0 and 1, or a whole number of pictures")
+        if self.shuffle_captions is not None and not 0 < self.shuffle_captions <= 1:
+            raise InputError(f"--shuffle-captions {self.shuffle_captions:g}: a share above 0, at most 1")
         if not 0 <= self.seed < 1 << 63:
             raise InputError(f"--seed {self.seed}: from 0 to 2^63 - 1")
         if self.verify and not self.in_place:
@@ -215,7 +220,15 @@ def _finish(root: Path, parts: Path, plan: Plan, config: ShardConfig, begun: dic
     names = [source.name for source in plan.sources]
     quarantined = write_quarantine(root, parts, plan.n_shards, plan.bad, names)
     _require_something_kept(root, plan, tally)
-    tables = write_tables(root, parts, plan.n_shards, config.holdout, in_place=config.in_place)
+    tables = write_tables(
+        root,
+        parts,
+        plan.n_shards,
+        holdout=config.holdout,
+        shuffle=config.shuffle_captions,
+        seed=config.seed,
+        in_place=config.in_place,
+    )
     for number, source in enumerate(begun["sources"]):
         source.update(rows=plan.per_source[number], kept=tally.kept[number])
     return {
@@ -226,6 +239,7 @@ def _finish(root: Path, parts: Path, plan: Plan, config: ShardConfig, begun: dic
             "kept": tally.kept.total(),
             "quarantined": quarantined,
             "captions_dropped": tally.captions_dropped,
+            **({} if tables.shuffled is None else {"shuffled": tables.shuffled}),
         },
         "notes": [note for source in plan.sources for note in source.notes] + _untrained(tables.splits),
         "shards": [_shard_url(plan, config, shard) for shard in tables.shards],

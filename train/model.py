@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from fnpipe.pipeline import atomic
 from fnpipe.pipeline.encoders import published_preprocessing
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.transform import Transform
 from fnpipe.train import tiny
+from fnpipe.train.tensorfile import read_tensors, write_tensors
 from fnpipe.train.tokenizer import CaptionTokenizer, open_clip_tokenizer, tiny_tokenizer
 
 MIN_TEMPERATURE, MAX_TEMPERATURE, INITIAL_TEMPERATURE = 0.001, 0.5, 0.07
@@ -471,19 +471,8 @@ def _resolved(config: ModelConfig, clip: nn.Module) -> ModelConfig:
 # ---------------------------------------------------------------------------------------------------- files
 def save_model(model: VLModel, path: str | Path) -> None:
     """Write weights and config as one safetensors file, atomically; equal models give equal bytes."""
-    from safetensors.torch import save
-
     metadata = {"format": _FORMAT, "config": json.dumps(asdict(model.config), sort_keys=True)}
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    data = memoryview(save(tensors, metadata))
-    # safetensors writes the metadata in an order of chance. Its header is JSON, behind its length in 8 bytes.
-    end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(bytes(data[8:end]))
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with atomic.replacing(Path(path)) as temporary, temporary.open("wb") as file:
-        file.writelines((len(text).to_bytes(8, "little"), text, data[end:]))
+    write_tensors(Path(path), model.state_dict(), metadata)
 
 
 def load_model(path: str | Path) -> VLModel:
@@ -492,16 +481,7 @@ def load_model(path: str | Path) -> VLModel:
     Raises:
         InputError: no such file, or not a model file of ours.
     """
-    from safetensors import SafetensorError, safe_open
-
-    if not Path(path).is_file():
-        raise InputError(f"{path}: no such model file")
-    try:
-        with safe_open(str(path), "pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except SafetensorError as error:
-        raise InputError(f"{path}: not a safetensors file: {error}") from error
+    tensors, metadata = read_tensors(Path(path))
     if metadata.get("format") != _FORMAT:
         raise InputError(f"{path}: not a model saved by fnpipe (format {metadata.get('format')!r})")
     stored = json.loads(metadata["config"])

@@ -1,0 +1,44 @@
+"""Our safetensors files: tensors with a format's name and settings beside them; equal contents give equal bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from fnpipe.pipeline import atomic
+from fnpipe.pipeline.errors import InputError
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+    """Write ``tensors`` and ``metadata`` as one safetensors file, atomically."""
+    from safetensors.torch import save
+
+    data = memoryview(save({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, dict(metadata)))
+    # safetensors writes the metadata in an order of chance. Its header is JSON, behind its length in 8 bytes.
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(bytes(data[8:end]))
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic.replacing(path) as temporary, temporary.open("wb") as file:
+        file.writelines((len(text).to_bytes(8, "little"), text, data[end:]))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors, on the CPU, and the metadata of a file.
+
+    Raises:
+        InputError: no such file, or no safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise InputError(f"{path}: no such model file")
+    try:
+        with safe_open(str(path), "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except SafetensorError as error:
+        raise InputError(f"{path}: not a safetensors file: {error}") from error

@@ -92,22 +92,27 @@ def read_queries(workspace: Workspace, on: str | None = None, limit: int | None 
     return queries.of_images(kept)
 
 
+def usable_queries(embeddings: Embeddings, queries: Queries) -> Queries:
+    """The queries without the images and captions that have no embedding, and without images that lose all captions."""
+    good_pairs = ~np.isin(queries.pair_ids, embeddings.bad_pairs)
+    with_caption = np.zeros(len(queries.image_ids), bool)
+    with_caption[queries.image_rows[good_pairs]] = True
+    kept = queries.of_images(~np.isin(queries.image_ids, embeddings.bad_images) & with_caption)
+    good = ~np.isin(kept.pair_ids, embeddings.bad_pairs)
+    return Queries(kept.on, kept.image_ids, kept.pair_ids[good], kept.image_rows[good])
+
+
 def evaluate_embeddings(embeddings: Embeddings, queries: Queries, truth: Truth | None = None) -> dict[str, Any]:
     """Retrieval figures of stored embeddings; images and captions without one are left out.
 
     Returns:
         As `evaluate_model`, without ``itm``.
     """
-    good_pairs = ~np.isin(queries.pair_ids, embeddings.bad_pairs)
-    with_caption = np.zeros(len(queries.image_ids), bool)
-    with_caption[queries.image_rows[good_pairs]] = True
-    kept = queries.of_images(~np.isin(queries.image_ids, embeddings.bad_images) & with_caption)
-    good = ~np.isin(kept.pair_ids, embeddings.bad_pairs)
-    kept = Queries(kept.on, kept.image_ids, kept.pair_ids[good], kept.image_rows[good])
+    kept = usable_queries(embeddings, queries)
     images, texts = embeddings.images.take(kept.image_ids), embeddings.texts.take(kept.pair_ids)
     i2t, t2i = cosine_scores(images, texts), cosine_scores(texts, images)
     dual = retrieval(i2t, t2i, kept.recorded, true_pairs(kept, truth))
-    return {**_counts(kept, len(queries.image_ids)), "dual": dual}
+    return {**counts_of(kept, len(queries.image_ids)), "dual": dual}
 
 
 def evaluate_model(
@@ -146,7 +151,7 @@ def evaluate_model(
         texts = encoder.texts(queries.pair_ids, advance)
         i2t, t2i = cosine_scores(images, texts), cosine_scores(texts, images)
         recorded, true = queries.recorded, true_pairs(queries, truth)
-        out = {**_counts(queries, asked), "dual": retrieval(i2t, t2i, recorded, true)}
+        out = {**counts_of(queries, asked), "dual": retrieval(i2t, t2i, recorded, true)}
         if rerank:
             i2t, t2i = reranked(encoder, queries, i2t, t2i, top_k, advance)
             out |= {"itm": retrieval(i2t, t2i, recorded, true), "top_k": top_k}
@@ -302,7 +307,8 @@ def _chunks(n: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, n))
 
 
-def _counts(queries: Queries, asked: int) -> dict[str, Any]:
+def counts_of(queries: Queries, asked: int) -> dict[str, Any]:
+    """What was evaluated, and how many of the ``asked`` images were left out."""
     n_images = len(queries.image_ids)
     return {"on": queries.on, "images": n_images, "captions": len(queries.pair_ids), "left_out": asked - n_images}
 

@@ -57,27 +57,27 @@ def train(
     directory = run_directory(workspace, run)
     with processes(str(values.get("device", "auto"))) as group:
         before = None if overwrite or not (directory / CONFIG).exists() else read_run_config(directory)
-        asked = _asked(directory, before, values, resume)
+        asked = asked_values(directory, before, values, resume)
         if before is not None and before.get("complete"):
             result: dict[str, Any] = before["result"]
             return result
         config = make_config(asked)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        with _deterministic(group.device):
+        with deterministic(group.device):
             training = _prepare(workspace, config, asked, before, directory, group, overwrite)
             training.report, training.after_step = report, after_step
             if con_d is None and config.agreement is not None:
                 con_d = load_discriminator(config.agreement, workspace, group.device)
             training.con_d = con_d
             try:
-                with _stop_signals(training.ask_to_stop):
+                with stop_signals(training.ask_to_stop):
                     return training.run(run)
             finally:
                 training.close()
 
 
-def _asked(
+def asked_values(
     directory: Path, before: Mapping[str, Any] | None, values: Mapping[str, Any], resume: bool
 ) -> dict[str, Any]:
     """The values of a new run, or those of the one that goes on.
@@ -180,7 +180,7 @@ def _prepare(
 
 
 @contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
+def deterministic(device: torch.device) -> Iterator[None]:
     """On a CPU the same weights every time: without this, gradients of gathered rows are summed in any order."""
     if device.type != "cpu":
         yield
@@ -198,7 +198,7 @@ def _deterministic(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _stop_signals(ask: Callable[[], None]) -> Iterator[None]:
+def stop_signals(ask: Callable[[], None]) -> Iterator[None]:
     """SIGTERM and SIGINT ask; a second one ends the program at once."""
     if threading.current_thread() is not threading.main_thread():
         yield

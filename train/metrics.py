@@ -68,7 +68,7 @@ def cosine_scores(queries: np.ndarray | torch.Tensor, items: np.ndarray | torch.
     order than one inside it, which would break the tie between two duplicates by where they stand.
     """
     left = torch.as_tensor(queries).float()
-    distinct, inverse = _distinct_rows(torch.as_tensor(items).float())
+    distinct, inverse = distinct_rows(torch.as_tensor(items).float())
 
     def block(start: int, stop: int) -> torch.Tensor:
         scores = left[start:stop] @ distinct.T
@@ -198,7 +198,7 @@ def _blocks(n_queries: int, n_items: int) -> list[tuple[int, int]]:
     return [(start, min(start + rows, n_queries)) for start in range(0, n_queries, rows)]
 
 
-def _distinct_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def distinct_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The distinct rows and, if some are repeated, for every row which of them it is."""
     # Adding 0 turns -0.0 into 0.0, which is the same vector in other bytes.
     data = np.ascontiguousarray((rows + 0.0).cpu().numpy())

@@ -91,13 +91,22 @@ def evaluate_command(
     checkpoint: Annotated[str, typer.Option(help="best-or-last, best, last, or epoch-004.")] = "best-or-last",
     on: Annotated[str | None, typer.Option(help="A split, or all. Default: test if there is one, else all.")] = None,
     truth: Annotated[str | None, typer.Option(help="Truth file: R-Precision and mAP@R as well.")] = None,
+    eccv: Annotated[
+        bool, typer.Option("--eccv", help="COCO's 5k test: COCO 1k and 5k, CxC, ECCV Caption (fnpipe[eval]).")
+    ] = False,
+    coco_captions: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="With --eccv: captions_val2014.json or dataset_coco.json, for caption ids."),
+    ] = None,
     top_k: Annotated[int, typer.Option(help="Candidates per query that the ITM head puts in order.")] = 24,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     json_: JsonFlag = False,
 ) -> None:
     """Measure retrieval in both directions, by the two towers alone and re-ranked by the ITM head.
 
-    Equal scores count as ties: every figure is the mean over their orders.
+    Equal scores count as ties: every figure is the mean over their orders. --eccv takes COCO's 5,000 test images by
+    their file names, and their captions by COCO's captions file (or Karpathy's): --coco-captions, or what the
+    workspace was made from; without one, by their order in the source.
 
     Example: fnpipe evaluate ws --run mafa --on test --truth truth.parquet
     """
@@ -105,6 +114,10 @@ def evaluate_command(
         raise InputError("evaluate takes one of --run NAME and --embeddings NAME")
     if top_k < 1:
         raise InputError(f"--top-k is {top_k}; it must be at least 1")
+    if eccv and (on is not None or truth is not None):
+        raise InputError("--eccv brings its own images and its own truth; leave --on and --truth out")
+    if coco_captions is not None and not eccv:
+        raise InputError("--coco-captions goes with --eccv")
 
     from fnpipe.mining.truth import Truth
     from fnpipe.pipeline.workspace import Workspace
@@ -112,18 +125,29 @@ def evaluate_command(
 
     opened = Workspace.open(workspace)
     known = Truth.read(truth, opened) if truth is not None else None
-    queries = read_queries(opened, on)
+    measure, matched = None, {}
+    if eccv:
+        from fnpipe.train.coco import coco_queries
+        from fnpipe.train.eccv import read_coco_test
+
+        test = read_coco_test()
+        queries, matched["captions_by"] = coco_queries(opened, test, coco_captions)
+        measure = test.figures
+    else:
+        queries = read_queries(opened, on)
     if embeddings is not None:
         from fnpipe.pipeline.embeddings import Embeddings
         from fnpipe.train.evaluate import evaluate_embeddings
 
-        found = evaluate_embeddings(Embeddings.open(opened, embeddings), queries, known)
+        found = evaluate_embeddings(Embeddings.open(opened, embeddings), queries, known, measure=measure)
     else:
         from fnpipe.train.evaluate import evaluate_run
 
-        found = evaluate_run(opened, str(run), queries, known, checkpoint=checkpoint, top_k=top_k, device=device)
-    summary = {"run": run, "embeddings": embeddings, "default_split": on is None, **found}
-    emit(summary, json_, lambda: _print_figures(summary))
+        found = evaluate_run(
+            opened, str(run), queries, known, checkpoint=checkpoint, top_k=top_k, device=device, measure=measure
+        )
+    summary = {"run": run, "embeddings": embeddings, "default_split": on is None and not eccv, **matched, **found}
+    emit(summary, json_, lambda: _print_eccv(summary) if eccv else _print_figures(summary))
 
 
 @app.command("export-model")
@@ -192,6 +216,27 @@ def _print_figures(summary: dict[str, Any]) -> None:
             table.add_row(names[name] if side == "tr" else "", direction, *cells)
     console.print(table)
     console.print(", ".join(f"RSUM {names[n]} {summary[n]['rsum']:.1f}" for n in names if n in summary))
+
+
+def _print_eccv(summary: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    by = {"text": "known by their text", "order": "taken in the order of the source"}[summary["captions_by"]]
+    console.print(f"On {summary['on']}: {summary['images']:,} images, {summary['captions']:,} captions, {by}.")
+    columns = [("R@1", "r1"), ("R@5", "r5"), ("R@10", "r10"), ("R-Precision", "rp"), ("mAP@R", "map_at_r")]
+    titles = {"coco_1k": "COCO 1k", "coco_5k": "COCO 5k", "cxc": "CxC", "eccv": "ECCV Caption"}
+    lists = {"dual": "dual encoder", "itm": f"ITM, top {summary.get('top_k')}"}
+    for name in (n for n in lists if n in summary):
+        table = Table(lists[name], "direction", *(title for title, _ in columns), "RSUM", box=None)
+        for labels, title in titles.items():
+            found = summary[name][labels]
+            for side, direction in (("tr", "image to text"), ("ir", "text to image")):
+                cells = [f"{found[k]:.2f}" if (k := f"{side}_{key}") in found else "" for _, key in columns]
+                rsum = f"{found['rsum']:.1f}" if side == "ir" and "rsum" in found else ""
+                table.add_row(title if side == "tr" else "", direction, *cells, rsum)
+        console.print(table)
 
 
 def _print_exported(summary: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ would have stood in; `metrics` treats equal scores as ties.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,6 +33,9 @@ ENCODE_BATCH = 128
 FUSE_BATCH = 512
 # Elements of one block of truth look-ups.
 TRUTH_BLOCK = 1 << 22
+
+# figures(i2t, t2i): what a pair of score matrices is worth.
+Figures = Callable[[Scores, Scores], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,20 @@ class Queries:
         rows = np.cumsum(kept) - 1
         pairs = kept[self.image_rows]
         return Queries(self.on, self.image_ids[kept], self.pair_ids[pairs], rows[self.image_rows[pairs]])
+
+
+# Given the queries that can be evaluated, how to measure them; looked up once for all scores of them.
+Measure = Callable[[Queries], Figures]
+
+
+def by_retrieval(truth: Truth | None) -> Measure:
+    """The figures of `retrieval`, against what is recorded and, if it is known, what is true."""
+
+    def measure(queries: Queries) -> Figures:
+        recorded, true = queries.recorded, true_pairs(queries, truth)
+        return lambda i2t, t2i: retrieval(i2t, t2i, recorded, true)
+
+    return measure
 
 
 def default_split(workspace: Workspace) -> str:
@@ -102,16 +119,21 @@ def usable_queries(embeddings: Embeddings, queries: Queries) -> Queries:
     return Queries(kept.on, kept.image_ids, kept.pair_ids[good], kept.image_rows[good])
 
 
-def evaluate_embeddings(embeddings: Embeddings, queries: Queries, truth: Truth | None = None) -> dict[str, Any]:
+def evaluate_embeddings(
+    embeddings: Embeddings, queries: Queries, truth: Truth | None = None, *, measure: Measure | None = None
+) -> dict[str, Any]:
     """Retrieval figures of stored embeddings; images and captions without one are left out.
+
+    Args:
+        measure: in the place of `by_retrieval`.
 
     Returns:
         As `evaluate_model`, without ``itm``.
     """
     kept = usable_queries(embeddings, queries)
     images, texts = embeddings.images.take(kept.image_ids), embeddings.texts.take(kept.pair_ids)
-    i2t, t2i = cosine_scores(images, texts), cosine_scores(texts, images)
-    dual = retrieval(i2t, t2i, kept.recorded, true_pairs(kept, truth))
+    figures = (measure or by_retrieval(truth))(kept)
+    dual = figures(cosine_scores(images, texts), cosine_scores(texts, images))
     return {**counts_of(kept, len(queries.image_ids)), "dual": dual}
 
 
@@ -125,12 +147,14 @@ def evaluate_model(
     top_k: int = TOP_K,
     samples: Samples | None = None,
     quiet: bool = False,
+    measure: Measure | None = None,
 ) -> dict[str, Any]:
     """Retrieval figures of a model, in its own device and mode (put it into eval mode first).
 
     Args:
         rerank: put each query's ``top_k`` best in the order of the ITM head as well.
         samples: of this workspace, if they are at hand. quiet: show no progress.
+        measure: in the place of `by_retrieval`.
 
     Returns:
         ``on images captions left_out`` (images that could not be decoded), ``dual``: the figures of `retrieval`;
@@ -148,13 +172,13 @@ def evaluate_model(
             queries, images = queries.of_images(readable), images[torch.from_numpy(readable)]
         if not len(queries.image_ids):
             raise InputError(f"{workspace.root}: no picture of {queries.on} can be decoded")
+        figures = (measure or by_retrieval(truth))(queries)
         texts = encoder.texts(queries.pair_ids, advance)
         i2t, t2i = cosine_scores(images, texts), cosine_scores(texts, images)
-        recorded, true = queries.recorded, true_pairs(queries, truth)
-        out = {**counts_of(queries, asked), "dual": retrieval(i2t, t2i, recorded, true)}
+        out = {**counts_of(queries, asked), "dual": figures(i2t, t2i)}
         if rerank:
             i2t, t2i = reranked(encoder, queries, i2t, t2i, top_k, advance)
-            out |= {"itm": retrieval(i2t, t2i, recorded, true), "top_k": top_k}
+            out |= {"itm": figures(i2t, t2i), "top_k": top_k}
     return out
 
 
@@ -322,6 +346,7 @@ def evaluate_run(
     checkpoint: str = "best-or-last",
     top_k: int = TOP_K,
     device: str = "auto",
+    measure: Measure | None = None,
 ) -> dict[str, Any]:
     """`evaluate_model` of a run's checkpoint; re-ranked where the run trained its ITM head.
 
@@ -331,4 +356,4 @@ def evaluate_run(
     directory = find_run(workspace, run)
     rerank = bool(read_run_config(directory)["config"]["itm"])
     model = load_run(directory, checkpoint).to(choose_device(device))
-    return evaluate_model(workspace, model, queries, truth, rerank=rerank, top_k=top_k)
+    return evaluate_model(workspace, model, queries, truth, rerank=rerank, top_k=top_k, measure=measure)

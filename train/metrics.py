@@ -98,13 +98,13 @@ def top_items(scores: Scores, n_queries: int, n_items: int, k: int) -> torch.Ten
     """(queries, min(k, items)) int64: each query's best items, best first; ties at the edge go to the lower row."""
     k = min(k, n_items)
     found = [torch.empty((0, k), dtype=torch.int64)]
-    for start, stop in _blocks(n_queries, n_items):
+    for start, stop in query_blocks(n_queries, n_items):
         block = scores(start, stop)
         values, items = block.topk(k, dim=1)
         # topk leaves the choice among ties open, inside and at the edge.
         items, by_row = items.sort(dim=1)
         items = items.gather(1, values.gather(1, by_row).sort(dim=1, descending=True, stable=True).indices)
-        for row in torch.nonzero((block >= values[:, -1:]).sum(1) > k).ravel().tolist() if k else []:
+        for row in torch.nonzero(_count_rows(block >= values[:, -1:]) > k).ravel().tolist() if k else []:
             items[row] = block[row].sort(descending=True, stable=True).indices[:k]
         found.append(items)
     return torch.cat(found)
@@ -113,58 +113,84 @@ def top_items(scores: Scores, n_queries: int, n_items: int, k: int) -> torch.Ten
 def recall_at(scores: Scores, recorded: Positives, ks: tuple[int, ...] = RECALL_AT) -> list[float]:
     """R@k in percent: the share of queries with a recorded item among their best ``k``.
 
-    Queries without a recorded item are left out. With ``t`` items tied at the best recorded score, ``p`` of them
-    recorded, and ``m`` places left for them among the ``k``, a query counts 1 - C(t - p, m) / C(t, m).
+    Queries without a recorded item are left out.
     """
     hits = torch.zeros(len(ks), dtype=torch.float64)
     queries = 0
-    for start, stop in _blocks(len(recorded), recorded.n_items):
-        block = scores(start, stop)
+    for start, stop in query_blocks(len(recorded), recorded.n_items):
         items, mask = recorded.padded(start, stop)
-        values = block.gather(1, items).masked_fill(~mask, -torch.inf)
-        best = values.max(1, keepdim=True).values
-        above = (block > best).sum(1)
-        tied = (block == best).sum(1)
-        right = ((values == best) & mask).sum(1)
         asked = mask.any(1)
+        hits += recall_of_block(scores(start, stop), items, mask, ks)[asked].sum(0)
         queries += int(asked.sum())
-        for i, k in enumerate(ks):
-            hits[i] += _some_in_draw(tied, right, (k - above).clamp(min=0))[asked].sum()
     return [100 * float(h) / max(queries, 1) for h in hits]
+
+
+def recall_of_block(
+    block: torch.Tensor, items: torch.Tensor, mask: torch.Tensor, ks: tuple[int, ...] = RECALL_AT
+) -> torch.Tensor:
+    """For every query of a block the chance of a right item among its best ``k``, over the orders of tied items.
+
+    With ``t`` items tied at the best right score, ``p`` of them right, and ``m`` places left for them among the
+    ``k``, it is 1 - C(t - p, m) / C(t, m).
+
+    Args:
+        block: (rows, items) scores. items, mask: the right items of every row, as `Positives.padded` gives them.
+
+    Returns:
+        (rows, ks) float64; what stands in a row without a right item means nothing.
+    """
+    values = block.gather(1, items).masked_fill(~mask, -torch.inf)
+    best = values.max(1, keepdim=True).values
+    above = _count_rows(block > best)
+    tied = _count_rows(block == best)
+    right = ((values == best) & mask).sum(1)
+    return torch.stack([_some_in_draw(tied, right, (k - above).clamp(min=0)) for k in ks], 1)
 
 
 def precision_at_r(scores: Scores, true: Positives) -> tuple[float, float]:
     """R-Precision and mAP@R in percent; R is the number of a query's true items.
 
+    Queries without a true item are left out.
+    """
+    total = torch.zeros(2, dtype=torch.float64)
+    queries = 0
+    for start, stop in query_blocks(len(true), true.n_items):
+        items, mask = true.padded(start, stop)
+        asked = mask.any(1)
+        if not bool(asked.any()):
+            continue
+        total += precision_of_block(scores(start, stop), items, mask)[asked].sum(0)
+        queries += int(asked.sum())
+    return 100 * float(total[0]) / max(queries, 1), 100 * float(total[1]) / max(queries, 1)
+
+
+def precision_of_block(block: torch.Tensor, items: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """R-Precision and mAP@R of every query of a block, expected over the orders of tied items.
+
     R-Precision is the share of true items among the best R; mAP@R the mean over those R places of the precision up to
     the place where it holds a true item, and 0 where not (Musgrave et al., arXiv:2003.08505, section 3.3). In a group
     of ``t`` tied items, ``r`` of them true, that begins after ``g`` items, ``c`` of them true, place ``n`` is true with
     probability r / t, and then (n - g - 1)(r - 1) / (t - 1) true ones of the group are expected before it.
+
+    Args:
+        block, items, mask: as in `recall_of_block`.
+
+    Returns:
+        (rows, 2) float64; zeros in a row without a true item.
     """
-    total = torch.zeros(2, dtype=torch.float64)
-    queries = 0
-    for start, stop in _blocks(len(true), true.n_items):
-        items, mask = true.padded(start, stop)
-        if not bool(mask.any()):
-            continue
-        block = scores(start, stop)
-        needed = mask.sum(1)
-        values = block.gather(1, items).masked_fill(~mask, torch.inf).sort(1).values.contiguous()
-        top = block.topk(mask.shape[1], dim=1).values.contiguous()
-        group_start, group_size = _tie_groups(top, block, needed)
-        # Padding is +inf and stands last, so the count from the right edge is taken within the real entries.
-        at_least = needed[:, None] - torch.searchsorted(values, top, side="left")
-        before = needed[:, None] - torch.searchsorted(values, top, side="right")
-        in_group = (at_least - before).double()
-        place = torch.arange(1, mask.shape[1] + 1)[None, :]
-        chance = in_group / group_size
-        earlier = before + 1 + (place - group_start - 1) * (in_group - 1) / (group_size - 1).clamp(min=1)
-        chance = torch.where(mask, chance, 0.0)
-        asked = needed > 0
-        total[0] += (chance.sum(1) / needed.clamp(min=1))[asked].sum()
-        total[1] += ((chance * earlier / place).sum(1) / needed.clamp(min=1))[asked].sum()
-        queries += int(asked.sum())
-    return 100 * float(total[0]) / max(queries, 1), 100 * float(total[1]) / max(queries, 1)
+    needed = mask.sum(1)
+    values = block.gather(1, items).masked_fill(~mask, torch.inf).sort(1).values.contiguous()
+    top = block.topk(mask.shape[1], dim=1).values.contiguous()
+    group_start, group_size = _tie_groups(top, block, needed)
+    # Padding is +inf and stands last, so the count from the right edge is taken within the real entries.
+    at_least = needed[:, None] - torch.searchsorted(values, top, side="left")
+    before = needed[:, None] - torch.searchsorted(values, top, side="right")
+    in_group = (at_least - before).double()
+    place = torch.arange(1, mask.shape[1] + 1)[None, :]
+    chance = in_group / group_size
+    earlier = before + 1 + (place - group_start - 1) * (in_group - 1) / (group_size - 1).clamp(min=1)
+    chance = torch.where(mask, chance, 0.0)
+    return torch.stack([chance.sum(1), (chance * earlier / place).sum(1)], 1) / needed.clamp(min=1)[:, None]
 
 
 def retrieval(i2t: Scores, t2i: Scores, recorded: Positives, true: Positives | None = None) -> dict[str, float]:
@@ -193,7 +219,8 @@ def retrieval(i2t: Scores, t2i: Scores, recorded: Positives, true: Positives | N
     return out
 
 
-def _blocks(n_queries: int, n_items: int) -> list[tuple[int, int]]:
+def query_blocks(n_queries: int, n_items: int) -> list[tuple[int, int]]:
+    """The (start, stop) of blocks of queries whose scores stay below `BLOCK_ELEMENTS`."""
     rows = max(1, BLOCK_ELEMENTS // max(n_items, 1))
     return [(start, min(start + rows, n_queries)) for start in range(0, n_queries, rows)]
 
@@ -225,6 +252,11 @@ def _some_in_draw(population: torch.Tensor, marked: torch.Tensor, draws: torch.T
     return torch.where(draws > 0, 1 - none, 0.0)
 
 
+def _count_rows(mask: torch.Tensor) -> torch.Tensor:
+    """(rows,) int64: how many entries of each row hold; numpy counts bools ten times as fast as torch sums them."""
+    return torch.from_numpy(np.count_nonzero(mask.cpu().numpy(), axis=1)).to(mask.device)
+
+
 def _tie_groups(top: torch.Tensor, block: torch.Tensor, needed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """For every place of ``top`` (rows, places), sorted descending: where its tie group starts, and its full size.
 
@@ -237,6 +269,6 @@ def _tie_groups(top: torch.Tensor, block: torch.Tensor, needed: torch.Tensor) ->
     negated = (-top).contiguous()
     group_end = torch.searchsorted(negated, negated, side="right")
     edge = top.gather(1, (needed - 1).clamp(min=0)[:, None])
-    edge_size = (block == edge).sum(1, keepdim=True)
+    edge_size = _count_rows(block == edge)[:, None]
     size = torch.where(top == edge, edge_size, group_end - group_start)
     return group_start, size.double()

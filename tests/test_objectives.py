@@ -243,17 +243,16 @@ def row_verdict(sim, p, candidates, config):
 
 def losses_by_loop(sim, p, recorded, temp, config, smoothing, itm_table, mlm_table):
     """L_ITC + L_ITM + L_MLM over a batch, one row at a time; the tables stand for what a network would say."""
-    size = len(sim)
+    size, order = len(sim), sim.detach().tolist()
     itc, joined = 0.0, []
     verdicts = {}
     for t in range(size):  # texts as anchors, then images
         candidates = [i for i in range(size) if not recorded[i][t]]
-        verdicts["t2i", t] = row_verdict(
-            [float(sim[i, t]) for i in range(size)], [p[i][t] for i in range(size)], candidates, config
-        )
+        column = [order[i][t] for i in range(size)]
+        verdicts["t2i", t] = row_verdict(column, [p[i][t] for i in range(size)], candidates, config)
     for i in range(size):
         candidates = [t for t in range(size) if not recorded[i][t]]
-        verdicts["i2t", i] = row_verdict([float(sim[i, t]) for t in range(size)], p[i], candidates, config)
+        verdicts["i2t", i] = row_verdict(order[i], p[i], candidates, config)
     for (direction, anchor), (_, positive, dropped) in verdicts.items():
         row = sim[anchor] if direction == "i2t" else sim[:, anchor]
         known = {k for k in range(size) if (recorded[anchor][k] if direction == "i2t" else recorded[k][anchor])}

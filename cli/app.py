@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -20,8 +23,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-# What the system says of a path that a user has named: there is nothing to repair in the program.
+# What the system says of a path; where the user has named it, there is nothing to repair in the program.
 _PATH_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+
+# What the system says when the machine is at its end.
+_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
 WorkspaceArgument = Annotated[str, typer.Argument(metavar="WORKSPACE", help="The workspace directory.")]
@@ -78,18 +84,39 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        return _fail_on_file(error)
+        return _fail_on_file(error, arguments)
+    except MemoryError as error:
+        _fail(
+            f"out of memory{f' ({error})' if str(error) else ''}; what is finished is kept: run the same command again"
+        )
+        return 1
     return 0
 
 
-def _fail_on_file(error: OSError) -> int:
-    """One line for what the system says of a file: a wrong path is the user's fault, a full disk the machine's."""
-    if error.filename is None and error.errno is not None:
-        raise error
-    of_path = error.errno is None or isinstance(error, _PATH_ERRORS)
-    what = str(error) if error.filename is None else f"{os.fspath(error.filename)}: {error.strerror}"
-    code = _fail(f"{what}; check the path and the files below it" if of_path else what)
-    return code if of_path else 1
+def _fail_on_file(error: OSError, arguments: list[str]) -> int:
+    """One line for what the system says of a file: a wrong path is the user's fault, all else the machine's or ours."""
+    name = None if error.filename is None else os.fspath(error.filename)
+    what = str(error) if name is None else f"{name}: {error.strerror}"
+    if error.errno in _MACHINE:
+        _fail(f"{what}; what is finished is kept: put it right and run the same command again")
+        return 1
+    if error.errno is None or (isinstance(error, _PATH_ERRORS) and _is_named(name or what, arguments)):
+        return _fail(f"{what}; check the path and the files below it")
+    # Nobody but the program asked for this file.
+    ours = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _module(frame).startswith("fnpipe.")]
+    lines = dict(traceback.walk_tb(error.__traceback__))
+    _fail(f"{what} ({type(error).__name__} in {_module(ours[-1])}, line {lines[ours[-1]]})")
+    return 1
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_named(path: str, arguments: list[str]) -> bool:
+    """Whether ``path`` is one that stands on the command line, or a part of the way to one."""
+    given = [os.path.abspath(word.rpartition("=")[2]) for word in arguments]
+    return any(f"{word}/".startswith(f"{os.path.abspath(path).rstrip('/')}/") for word in given)
 
 
 def _fail(message: str) -> int:

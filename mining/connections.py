@@ -72,22 +72,25 @@ def mine_connections(
     inputs = MineInputs.open(workspace, config)
     params = {**inputs.description, **_params(config, con_d)}
     threads = config.threads or torch.get_num_threads()
-    if stage.begin(params, {"pairs": workspace.digest}, overwrite=config.overwrite):
-        runs = inputs.runs(stage.path / _CANDIDATES)
-        with torch_threads(threads), _engine(inputs, con_d, threads) as judge_all:
-            _judge_shards(stage, runs, judge_all)
-        new = count_new(runs, workspace)
-        tau = (config.tau_low, config.tau_high)
-        if config.positive_share is not None:
-            tau = (share_threshold(judged_probabilities(stage), config.positive_share),) * 2
-            relabel_parts(stage, *tau)
-        unique = sum(new.values())
-        rows = sum(pq.read_metadata(_part(stage, shard)).num_rows for shard in range(workspace.n_shards))
-        finish_edges(stage, *tau, unique_combinations=unique, undecodable=unique - rows, new_per_source=new)
-    if config.score_recorded and not (stage.path / RECORDED).exists():
-        with torch_threads(threads):
-            _score_recorded(stage, inputs.judge(con_d))
-    shutil.rmtree(stage.path / _CANDIDATES, ignore_errors=True)
+    with stage.alone():
+        if stage.begin(params, {"pairs": workspace.digest}, overwrite=config.overwrite):
+            runs = inputs.runs(stage.path / _CANDIDATES)
+            with torch_threads(threads), _engine(inputs, con_d, threads) as judge_all:
+                _judge_shards(stage, runs, judge_all)
+            new = count_new(runs, workspace)
+            tau = (config.tau_low, config.tau_high)
+            if config.positive_share is not None:
+                tau = (share_threshold(judged_probabilities(stage), config.positive_share),) * 2
+                relabel_parts(stage, *tau)
+            unique = sum(new.values())
+            rows = sum(pq.read_metadata(_part(stage, shard)).num_rows for shard in range(workspace.n_shards))
+            finish_edges(stage, *tau, unique_combinations=unique, undecodable=unique - rows, new_per_source=new)
+        if config.score_recorded and not (stage.path / RECORDED).exists():
+            atomic.sweep(stage.path)
+            with torch_threads(threads):
+                _score_recorded(stage, inputs.judge(con_d))
+        for made_of in (_CANDIDATES, _RECORDED_PARTS):
+            shutil.rmtree(stage.path / made_of, ignore_errors=True)
     return summarise(stage)
 
 
@@ -184,7 +187,6 @@ def _score_recorded(stage: Stage, judge: Judge) -> None:
             if not path.exists():
                 atomic.write_table(path, judge.recorded(shard, advance))
     _join(parts, stage.path / RECORDED)
-    shutil.rmtree(stage.path / _RECORDED_PARTS)
 
 
 def _join(parts: Iterable[Path], path: Path) -> None:

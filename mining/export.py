@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fnpipe.mining.edges import LABELS, NEGATIVE, POSITIVE, codes_in, edge_parts
-from fnpipe.pipeline import atomic
+from fnpipe.pipeline import atomic, lock
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.storage import read_ranges
 from fnpipe.pipeline.workspace import Stage, Workspace
@@ -89,6 +89,11 @@ def export(workspace: Workspace, edges: Stage, form: str, directory: str | Path)
         raise InputError(f"--to {form}: one of {', '.join(FORMS)}{nearest(form, list(FORMS))}")
     edges.require()
     target = Path(directory)
+    with lock.beside(target, "fnpipe export"):
+        return _export(workspace, edges, form, target)
+
+
+def _export(workspace: Workspace, edges: Stage, form: str, target: Path) -> ExportSummary:
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
         raise InputError(f"{target}: holds something already; name a new directory")
     # Written beside it and renamed, so that a killed export leaves no half of one.

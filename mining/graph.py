@@ -202,15 +202,16 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
     index = choose_index(config.index, len(members.pair_ids), device, begun.get("index"))
     params = {"k": config.k, "index": index, "recall_check": config.recall_check, "seed": config.seed}
     inputs = {"pairs": workspace.digest, embeddings.stage.name: embeddings.stage.digest}
-    if stage.begin(params, inputs, overwrite=config.overwrite):
-        for direction, (queries, candidates) in sides(embeddings, members).items():
-            _write_direction(stage, direction, queries, candidates, config, index, device)
-        searched = {direction: _read_facts(stage.path, direction) for direction in DIRECTIONS}
-        recall = _check_recall(stage.path, embeddings, members, config)
-        outputs = [path.name for direction in DIRECTIONS for path in _paths(stage.path, direction)]
-        counts = {"images": len(members.images), "pairs": len(members.pair_ids)}
-        stage.finish(outputs, recall=recall, searched=searched, **counts)
-    shutil.rmtree(stage.path / "blocks", ignore_errors=True)
+    with stage.alone():
+        if stage.begin(params, inputs, overwrite=config.overwrite):
+            for direction, (queries, candidates) in sides(embeddings, members).items():
+                _write_direction(stage, direction, queries, candidates, config, index, device)
+            searched = {direction: _read_facts(stage.path, direction) for direction in DIRECTIONS}
+            recall = _check_recall(stage.path, embeddings, members, config)
+            outputs = [path.name for direction in DIRECTIONS for path in _paths(stage.path, direction)]
+            counts = {"images": len(members.images), "pairs": len(members.pair_ids)}
+            stage.finish(outputs, recall=recall, searched=searched, **counts)
+        shutil.rmtree(stage.path / "blocks", ignore_errors=True)
     meta = stage.require()
     return GraphSummary(embeddings.name, index, config.k, meta["images"], meta["pairs"], meta["recall"])
 

@@ -144,12 +144,13 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
         "keep_last": config.keep_last,
     }
     inputs = {"pairs": workspace.digest, **{source.name: source.digest for source in stages}}
-    if stage.begin(params, inputs, overwrite=config.overwrite):
-        for epoch in range(config.epochs):
-            if not plan_path(stage, epoch).exists():
-                atomic.write_table(plan_path(stage, epoch), plan_epoch(members, config, epoch, embeddings, graph))
-        outputs = [plan_path(stage, epoch).name for epoch in range(config.epochs)]
-        stage.finish(outputs, images=images, planned=planned, dropped=images - planned, steps=_steps(stage, config))
+    with stage.alone():
+        if stage.begin(params, inputs, overwrite=config.overwrite):
+            for epoch in range(config.epochs):
+                if not plan_path(stage, epoch).exists():
+                    atomic.write_table(plan_path(stage, epoch), plan_epoch(members, config, epoch, embeddings, graph))
+            outputs = [plan_path(stage, epoch).name for epoch in range(config.epochs)]
+            stage.finish(outputs, images=images, planned=planned, dropped=images - planned, steps=_steps(stage, config))
     return GroupSummary(
         groups=config.plan_name,
         epochs=config.epochs,

@@ -104,9 +104,16 @@ def relabel(workspace: Workspace, name: str | None, tau_low: float, tau_high: fl
     """
     check_thresholds(tau_low, tau_high)
     stage = workspace.stage(f"edges/{name or workspace.only('edges', '--edges')}")
+    with stage.alone():
+        _relabel(stage, tau_low, tau_high)
+    return stage
+
+
+def _relabel(stage: Stage, tau_low: float, tau_high: float) -> None:
     meta = stage.meta()
-    if meta is None or meta.get("params", {}).get("tau_low", 0) is not None:
-        meta = workspace.resolve("edges", name, "--edges").require()
+    if meta is None or meta.get("complete") or not meta.keys() >= set(_CARRIED):
+        # Neither finished nor left by a relabelling that was killed, which alone has these without being finished.
+        meta = stage.workspace.resolve("edges", stage.name.partition("/")[2], "--edges").require()
     # Without thresholds the edges belong to no pass: one that comes between says so, instead of finishing a mixture.
     params = {**meta["params"], "tau_low": None, "tau_high": None, "positive_share": None}
     begun = {
@@ -119,7 +126,6 @@ def relabel(workspace: Workspace, name: str | None, tau_low: float, tau_high: fl
     relabel_parts(stage, tau_low, tau_high)
     atomic.write_json(stage.path / META, {**begun, "params": {**params, "tau_low": tau_low, "tau_high": tau_high}})
     finish_edges(stage, tau_low, tau_high)
-    return stage
 
 
 def finish_edges(stage: Stage, tau_low: float, tau_high: float, **facts: Any) -> None:

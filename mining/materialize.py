@@ -14,7 +14,7 @@ import pyarrow as pa
 from PIL import Image
 
 from fnpipe.mining.grouping import plan_epochs, read_plan
-from fnpipe.pipeline import atomic
+from fnpipe.pipeline import atomic, lock
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
 from fnpipe.pipeline.storage import read_ranges
@@ -36,6 +36,11 @@ def materialize(workspace: Workspace, stage: Stage, directory: str | Path) -> in
         InputError: ``directory`` holds shards of another plan.
     """
     root = Path(directory)
+    with lock.beside(root, "fnpipe group --materialize"):
+        return _materialize(workspace, stage, root)
+
+
+def _materialize(workspace: Workspace, stage: Stage, root: Path) -> int:
     _claim(root, stage)
     shards = 0
     table = workspace.read_pairs(["pair_id", "shard", "caption", "image_offset", "image_size"])

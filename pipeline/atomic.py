@@ -26,19 +26,31 @@ TEMPORARY_PREFIX = ".tmp-"
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on a clean exit it becomes ``path`` in one step, else it is removed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The random part keeps two processes apart; the suffix lets writers that look at it see the real one.
-    handle, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The random part keeps two processes apart; the suffix lets writers that look at it see the real one.
+        handle, name = tempfile.mkstemp(prefix=TEMPORARY_PREFIX, suffix=path.suffix, dir=path.parent)
+        os.close(handle)
+        temporary = Path(name)
+        try:
+            yield temporary
+            _fsync(temporary)
+            temporary.chmod(0o644)
+            temporary.replace(path)
+            _fsync(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let a failed write name ``path``: the system itself, asked to write, says only "No space left on device"."""
     try:
-        yield temporary
-        _fsync(temporary)
-        temporary.chmod(0o644)
-        temporary.replace(path)
-        _fsync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except OSError as error:
+        if error.errno is None or (error.filename is not None and TEMPORARY_PREFIX not in str(error.filename)):
+            raise
+        raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
 
 
 def write_bytes(path: Path, data: bytes) -> None:
@@ -68,10 +80,12 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
     """Read a Parquet file that a stage has left.
 
     Raises:
-        InputError: it is damaged; our own files are whole or absent, so something else has written to it.
+        InputError: it is damaged or gone; our own files are whole, so something else has written to it or removed it.
     """
     try:
         return pq.read_table(path, columns=None if columns is None else list(columns))
+    except FileNotFoundError:
+        raise InputError(f"{path}: gone; make it again with --overwrite") from None
     except (pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowNotImplementedError) as error:
         first = str(error).splitlines()[0]
         raise InputError(f"{path}: damaged ({first}); make it again with --overwrite") from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,16 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fnpipe.pipeline import atomic
+from fnpipe.pipeline import atomic, lock
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.parts import PARTS, shard_name
 from fnpipe.pipeline.shuffling import SHUFFLED
 from fnpipe.pipeline.sources.files import absolute, exists, is_directory, parent
 from fnpipe.pipeline.sources.source import Source
 from fnpipe.pipeline.storage import is_remote, local_path
-from fnpipe.pipeline.workspace import MANIFEST, read_manifest
+from fnpipe.pipeline.workspace import LOCK, MANIFEST, read_manifest
 
-_LOCK = ".lock"
 # What a sharding lays down beside its manifest; none of it may be somebody else's.
 _OUTPUTS = ("shards", "pairs", "images", PARTS, "quarantine.parquet", SHUFFLED)
 
@@ -39,26 +37,17 @@ def require_room(root: Path, sources: list[Source], shards: str | None) -> None:
 
 @contextmanager
 def alone(root: Path) -> Iterator[None]:
-    """Hold the workspace against a second run, which would sweep up what the first is writing.
-
-    The lock lies beside the workspace's own files and goes with the process, however that ends.
-    """
+    """Hold the workspace against a second run, which would sweep up what the first is writing, and against stages."""
     if root.exists() and not root.is_dir():
         raise InputError(f"{root}: a file, where the workspace should be")
     made = not root.exists()
     root.mkdir(parents=True, exist_ok=True)
-    path = root / _LOCK
-    with path.open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise InputError(f"{root}: another `fnpipe shard` is at work here; wait for it, or end it") from None
-        try:
+    try:
+        with lock.held(root / LOCK, "fnpipe shard", root):
             yield
-        finally:
-            path.unlink(missing_ok=True)
-            if made and not any(root.iterdir()):
-                root.rmdir()
+    finally:
+        if made and not any(root.iterdir()):
+            root.rmdir()
 
 
 def begin(root: Path, begun: dict[str, Any], *, overwrite: bool) -> dict[str, Any]:

@@ -113,14 +113,15 @@ def import_embeddings(workspace: Workspace, directory: str | Path, config: Embed
     stage = workspace.stage(f"embeddings/{config.name}")
     prefix, match = match_rows(workspace, folder)
     _require_all_matched(workspace, folder, match)
-    if stage.begin(params, {"pairs": workspace.digest}, overwrite=config.overwrite):
-        with progress(f"import {config.name}", workspace.n_images, "images") as advance:
-            for shard in range(workspace.n_shards):
-                if not is_done(stage, shard):
-                    write_rows(stage, _shard_rows(workspace, folder, match, shard))
-                advance(int(workspace.image_starts[shard + 1] - workspace.image_starts[shard]))
-        finish(stage, folder.images.width, params, None)
-    remove_parts(stage)
+    with stage.alone():
+        if stage.begin(params, {"pairs": workspace.digest}, overwrite=config.overwrite):
+            with progress(f"import {config.name}", workspace.n_images, "images") as advance:
+                for shard in range(workspace.n_shards):
+                    if not is_done(stage, shard):
+                        write_rows(stage, _shard_rows(workspace, folder, match, shard))
+                    advance(int(workspace.image_starts[shard + 1] - workspace.image_starts[shard]))
+            finish(stage, folder.images.width, params, None)
+        remove_parts(stage)
     unused = _unused(folder, match)
     return ImportSummary(
         name=config.name,

@@ -237,19 +237,20 @@ def fill(
     stage = workspace.stage(f"embeddings/{config.name}")
     params = {**description, "batch_size": options.batch_size, "threads": options.threads}
     summary = EmbedSummary(config.name, workspace.n_images, workspace.n_pairs, width, workspace.n_shards)
-    if stage.begin(params, {"pairs": workspace.digest}, overwrite=config.overwrite):
-        todo = [shard for shard in range(workspace.n_shards) if not is_done(stage, shard)]
-        summary.shards_done_before = workspace.n_shards - len(todo)
-        require_shards(workspace, todo)
-        images = int(sum(workspace.image_starts[s + 1] - workspace.image_starts[s] for s in todo))
-        with progress(f"embed {config.name}", images, "images") as advance:
-            for rows in compute((read_task(workspace, shard) for shard in todo), advance):
-                _refuse_other_encoder(rows, description)
-                write_rows(stage, rows)
-        finish(stage, width, description, options)
-    else:
-        summary.shards_done_before = workspace.n_shards
-    remove_parts(stage)
+    with stage.alone():
+        if stage.begin(params, {"pairs": workspace.digest}, overwrite=config.overwrite):
+            todo = [shard for shard in range(workspace.n_shards) if not is_done(stage, shard)]
+            summary.shards_done_before = workspace.n_shards - len(todo)
+            require_shards(workspace, todo)
+            images = int(sum(workspace.image_starts[s + 1] - workspace.image_starts[s] for s in todo))
+            with progress(f"embed {config.name}", images, "images") as advance:
+                for rows in compute((read_task(workspace, shard) for shard in todo), advance):
+                    _refuse_other_encoder(rows, description)
+                    write_rows(stage, rows)
+            finish(stage, width, description, options)
+        else:
+            summary.shards_done_before = workspace.n_shards
+        remove_parts(stage)
     summary.bad = count_bad(stage)
     summary.seconds = time.monotonic() - start
     return summary

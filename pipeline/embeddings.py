@@ -8,6 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.mapped import map_arrays
 from fnpipe.pipeline.workspace import Stage, Workspace
 
 BAD_SCHEMA = pa.schema([("image_id", pa.int64()), ("pair_id", pa.int64()), ("reason", pa.string())])
@@ -25,12 +26,15 @@ class Rows:
     """Rows of one modality over all shards: float16 on disk, float32 in the hand.
 
     The arrays of the shards are mapped, never read whole; what is resident is what was asked for.
+
+    Raises:
+        InputError: there are more shards than this machine maps at a time.
     """
 
     def __init__(self, paths: list[Path], starts: np.ndarray, width: int) -> None:
         self.starts = starts
         self.width = width
-        self._maps = [np.load(path, mmap_mode="r") for path in paths]
+        self._maps = map_arrays(paths, "shard again with more --images-per-shard")
 
     def __len__(self) -> int:
         return int(self.starts[-1])

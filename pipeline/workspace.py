@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.pipeline import atomic
+from fnpipe.pipeline import atomic, lock
 from fnpipe.pipeline.errors import InputError, nearest
 
 FORMAT_VERSION = 1
 MANIFEST = "fnpipe.json"
 META = "meta.json"
+LOCK = ".lock"
 RUN_CONFIG = "config.json"
 
 PAIRS_SCHEMA = pa.schema(
@@ -215,6 +217,20 @@ class Stage:
         if meta is None or not meta.get("complete"):
             raise InputError(f"{self.path}: not finished; run `{self.command}` again")
         return str(meta["digest"])
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the stage against a second run of it, and the workspace against a sharding.
+
+        Raises:
+            InputError: one of them is at work; the message says who, and since when.
+        """
+        root = self.workspace.root
+        with (
+            lock.held(root / LOCK, self.command, root, shared=True),
+            lock.beside(self.path, self.command),
+        ):
+            yield
 
     def begin(self, params: Mapping[str, Any], inputs: Mapping[str, str], *, overwrite: bool = False) -> bool:
         """Start or continue the stage; True when there is work to do, False when it is finished already.

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from fnpipe.pipeline import atomic
+from fnpipe.pipeline import atomic, lock
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train import tiny
 from fnpipe.train.model import VLModel, architecture_layout, without_warnings
@@ -58,6 +58,11 @@ def export_model(model: VLModel, directory: str | Path) -> ExportedModel:
         InputError: the directory holds something already, or open_clip cannot give this model's embeddings.
     """
     target = Path(directory)
+    with lock.beside(target, "fnpipe export-model"):
+        return _export(model, target)
+
+
+def _export(model: VLModel, target: Path) -> ExportedModel:
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
         raise InputError(f"{target}: holds something already; name a new directory")
     model = model.eval()

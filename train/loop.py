@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def train(
         KeyboardInterrupt: the run was asked to stop (SIGTERM, SIGINT), and has saved its state.
     """
     directory = run_directory(workspace, run)
-    with processes(str(values.get("device", "auto"))) as group:
+    with processes(str(values.get("device", "auto"))) as group, _alone(workspace, run, group):
         before = None if overwrite or not (directory / CONFIG).exists() else read_run_config(directory)
         asked = asked_values(directory, before, values, resume)
         if before is not None and before.get("complete"):
@@ -75,6 +75,13 @@ def train(
                     return training.run(run)
             finally:
                 training.close()
+
+
+@contextmanager
+def _alone(workspace: Workspace, run: str, group: Processes) -> Iterator[None]:
+    """Hold the run against a second training in it; of all processes the one that writes does."""
+    with workspace.stage(f"runs/{run}").alone() if group.first else nullcontext():
+        yield
 
 
 def asked_values(

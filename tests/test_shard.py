@@ -530,7 +530,7 @@ def test_a_second_run_beside_a_first_is_turned_away(make_pairs: MakePairs, shard
     seen = []
 
     def second(*arguments: Any, **options: Any) -> None:
-        with pytest.raises(InputError, match="`fnpipe shard` .* is at work here"):
+        with pytest.raises(InputError, match=r"`fnpipe shard` .* is at work here"):
             shard_to("workspace", source)
         seen.append(arguments)
 

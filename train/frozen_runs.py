@@ -1,0 +1,170 @@
+"""Networks trained on frozen embeddings: their files, and which embeddings of a workspace they fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace import Workspace
+from fnpipe.train.adapter import AdapterNet
+from fnpipe.train.frozen_config import ADAPTER, FROZEN_METHODS, VACSR
+from fnpipe.train.runs import checkpoint_path, find_run, read_run_config
+from fnpipe.train.tensorfile import read_tensors, write_tensors
+from fnpipe.train.vacsr import VacsrNet
+
+_FORMAT = "fnpipe-frozen-1"
+# What says which encoder made embeddings; of imported ones not all is known.
+_ENCODER = ("model", "pretrained", "weights")
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A network with the embeddings that it belongs to.
+
+    Attributes:
+        method: ``vacsr`` or ``adapter``.
+        source: ``embeddings`` (the name), ``digest``, ``width``, and of the encoder ``model pretrained weights``, as
+            far as they are known.
+    """
+
+    method: str
+    net: VacsrNet | AdapterNet
+    source: Mapping[str, Any]
+
+    def require_fits(self, embeddings: Embeddings, name: str) -> None:
+        """Refuse embeddings of another encoder than the one whose embeddings this was trained on.
+
+        Raises:
+            InputError: the width or, where both are known, the encoder differs; ``name`` says whose network it is.
+        """
+        own = describe_source(embeddings)
+        for key in ("width", *_ENCODER):
+            mine, theirs = self.source.get(key), own.get(key)
+            if mine is not None and theirs is not None and mine != theirs:
+                raise InputError(
+                    f"{name}: trained on embeddings of {key} {str(mine)[:40]}, {embeddings.stage.path} has "
+                    f"{str(theirs)[:40]}; embed with the same encoder, or train on these"
+                )
+
+
+def describe_source(embeddings: Embeddings) -> dict[str, Any]:
+    """The ``source`` of a network that is trained on these."""
+    known = {key: embeddings.meta[key] for key in _ENCODER if embeddings.meta.get(key) is not None}
+    return {
+        "embeddings": embeddings.name,
+        "digest": embeddings.stage.digest,
+        "width": embeddings.width,
+        **json.loads(json.dumps(known)),
+    }
+
+
+def save_frozen(path: Path, model: FrozenModel) -> None:
+    """Write a network as one safetensors file, atomically; equal ones give equal bytes."""
+    net = model.net
+    shape = {"width": net.width, "hidden": net.hidden}
+    if isinstance(net, VacsrNet):
+        shape["components"] = net.components
+    metadata = {
+        "format": _FORMAT,
+        "method": model.method,
+        "config": json.dumps(shape, sort_keys=True),
+        "source": json.dumps(dict(model.source), sort_keys=True),
+    }
+    write_tensors(path, net.state_dict(), metadata)
+
+
+def load_frozen(path: Path) -> FrozenModel:
+    """Read `save_frozen`'s file: the same network, on the CPU, in eval mode.
+
+    Raises:
+        InputError: no such file, or not one of these.
+    """
+    tensors, metadata = read_tensors(path)
+    if metadata.get("format") != _FORMAT:
+        raise InputError(f"{path}: no {VACSR} or {ADAPTER} saved by fnpipe (format {metadata.get('format')!r})")
+    method, shape = metadata["method"], json.loads(metadata["config"])
+    net: VacsrNet | AdapterNet = VacsrNet(**shape) if method == VACSR else AdapterNet(**shape)
+    net.load_state_dict(tensors)
+    return FrozenModel(method, net.eval().requires_grad_(False), json.loads(metadata["source"]))
+
+
+def run_path(workspace: Workspace, name: str) -> Path:
+    """The directory of a run: of this workspace by its name, of another one by its path.
+
+    Raises:
+        InputError: there is none.
+    """
+    if "/" not in name:
+        return find_run(workspace, name)
+    read_run_config(Path(name))
+    return Path(name)
+
+
+def method_of_run(directory: Path) -> str:
+    """The method that a run was started with."""
+    return str(read_run_config(directory).get("config", {}).get("method"))
+
+
+def is_frozen_run(directory: Path) -> bool:
+    """Whether a run was trained on frozen embeddings."""
+    return method_of_run(directory) in FROZEN_METHODS
+
+
+def load_frozen_run(
+    workspace: Workspace, name: str, method: str | None = None, checkpoint: str = "best-or-last"
+) -> FrozenModel:
+    """The network of a run, named as in `run_path`.
+
+    Raises:
+        InputError: there is no such run or checkpoint, or it is of another method than asked for.
+    """
+    directory = run_path(workspace, name)
+    found = method_of_run(directory)
+    if found != method if method is not None else found not in FROZEN_METHODS:
+        wanted = method or " or ".join(FROZEN_METHODS)
+        raise InputError(f"{directory}: a run of {found}; name one that was trained with --method {wanted}")
+    return load_frozen(checkpoint_path(directory, checkpoint))
+
+
+def fitting_embeddings(
+    workspace: Workspace, model: FrozenModel, name: str, embeddings: str | None = None
+) -> Embeddings:
+    """The embeddings that a network is applied to: those named; else those that it was trained on, if they are here;
+    else the only ones here of the same encoder.
+
+    Args:
+        name: of the network, for messages.
+
+    Raises:
+        InputError: there are none, or several, or those named do not fit.
+    """
+    if embeddings is not None:
+        opened = Embeddings.open(workspace, embeddings)
+        model.require_fits(opened, name)
+        return opened
+    fitting = [known for known in workspace.names("embeddings") if _fits(workspace, model, known)]
+    trained_on = str(model.source["embeddings"])
+    if trained_on in fitting:
+        return Embeddings.open(workspace, trained_on)
+    if len(fitting) == 1:
+        return Embeddings.open(workspace, fitting[0])
+    if fitting:
+        raise InputError(f"{workspace.root}: several embeddings fit {name} ({', '.join(fitting)}); use --embeddings")
+    encoder = f"--model {model.source['model']}" if "model" in model.source else "the same encoder"
+    raise InputError(
+        f"{workspace.root}: no finished embeddings of the encoder that {name} was trained on; "
+        f"run `fnpipe embed {workspace.root}` with {encoder} first"
+    )
+
+
+def _fits(workspace: Workspace, model: FrozenModel, embeddings: str) -> bool:
+    try:
+        model.require_fits(Embeddings.open(workspace, embeddings), "")
+    except InputError:
+        return False
+    return True

@@ -45,7 +45,9 @@ def train_command(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run, as it was started.")] = False,
     overwrite: OverwriteFlag = False,
-    keys: Annotated[bool, typer.Option("--keys", help="List the keys of --config and --set (of --method) and exit.")] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="List the keys that --config and --set take (with --method), and exit.")
+    ] = False,
     json_: JsonFlag = False,
 ) -> None:
     """Train a model on batches of a plan; mafa looks its positives up in mined edges.

@@ -137,20 +137,34 @@ def train_frozen(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError("training on frozen embeddings takes one process; leave torchrun out")
     directory = run_directory(workspace, run)
-    before = None if overwrite or not (directory / CONFIG).exists() else read_run_config(directory)
-    asked = asked_values(directory, before, values, resume)
-    if before is not None and before.get("complete"):
-        result: dict[str, Any] = before["result"]
-        return result
-    config = FROZEN_METHODS[asked["method"]](**asked)
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+    with workspace.stage(f"runs/{run}").alone():
+        before = None if overwrite or not (directory / CONFIG).exists() else read_run_config(directory)
+        asked = asked_values(directory, before, values, resume)
+        if before is not None and before.get("complete"):
+            result: dict[str, Any] = before["result"]
+            return result
+        config = FROZEN_METHODS[asked["method"]](**asked)
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        return _train(workspace, config, asked, before, directory, overwrite, report, after_step)
+
+
+def _train(
+    workspace: Workspace,
+    config: FrozenConfig,
+    asked: Mapping[str, Any],
+    before: Mapping[str, Any] | None,
+    directory: Path,
+    overwrite: bool,
+    report: Report,
+    after_step: AfterStep,
+) -> dict[str, Any]:
     with deterministic(choose_device(config.device)):
         training = _prepare(workspace, config, asked, before, directory, overwrite)
         training.report, training.after_step = report, after_step
         try:
             with stop_signals(training.ask_to_stop):
-                return training.run(run)
+                return training.run(directory.name)
         finally:
             training.log.close()
 
@@ -260,7 +274,7 @@ class FrozenTraining:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
         loss, parts = self._loss(images, texts, torch.from_numpy(positive).to(self.device), number)
-        loss.backward()
+        torch.autograd.backward(loss)
         values = {"loss": float(loss.detach()), **{name: float(part) for name, part in parts.items()}}
         if not math.isfinite(values["loss"]):
             self._save()

@@ -193,14 +193,14 @@ def resolve_frozen(
     batch_size: int,
     splits: Sequence[str],
     device: str,
-) -> Any:
+) -> FrozenConfig:
     """Choose every value that was left open; a config of the same kind."""
-    return dataclasses.replace(
-        config,
-        embeddings=embeddings,
-        epochs=config.epochs or max(1, round(STEPS / batches_per_epoch)),
-        batch_size=batch_size,
-        evaluate_on=config.evaluate_on or (TEST if TEST in splits else None),
-        device=device,
-        hidden=config.hidden_units(width),
-    )
+    chosen: dict[str, Any] = {
+        "embeddings": embeddings,
+        "epochs": config.epochs or max(1, round(STEPS / batches_per_epoch)),
+        "batch_size": batch_size,
+        "evaluate_on": config.evaluate_on or (TEST if TEST in splits else None),
+        "device": device,
+        "hidden": config.hidden_units(width),
+    }
+    return dataclasses.replace(config, **chosen)

@@ -18,6 +18,7 @@ import pyarrow as pa
 from fnpipe.mining.records import combination_keys, pair_images, train_pairs
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.pipeline.mapped import map_arrays
 from fnpipe.pipeline.workspace import Workspace
 
 NOT_PROPOSED = np.iinfo(np.int16).max
@@ -237,8 +238,9 @@ class CandidateRuns:
         self.n_pairs = n_pairs
         self._source_of = [int(run["source"]) for run in index["runs"]]
         names = [f"run-{number:05d}" for number in range(len(self._source_of))]
-        self._keys = [np.load(directory / f"{name}.keys.npy", mmap_mode="r") for name in names]
-        self._ranks = [np.load(directory / f"{name}.ranks.npy", mmap_mode="r") for name in names]
+        way_out = "mine with fewer --groups or --candidates"
+        self._keys = map_arrays([directory / f"{name}.keys.npy" for name in names], way_out)
+        self._ranks = map_arrays([directory / f"{name}.ranks.npy" for name in names], way_out)
 
     def between(self, first_image: int, last_image: int) -> Candidates:
         """The candidates of images ``first_image .. last_image - 1``, each combination once."""

@@ -18,8 +18,8 @@ from fnpipe.pipeline.workspace import Workspace
 Fit = Callable[[np.ndarray], torch.Tensor]
 
 TAR_BLOCK = 512
-# Members of one shard whose tar headers are checked before the first step.
-CHECKED_PER_SHARD = 256
+# Members whose tar headers are checked before the first step: of one shard, of them all, and yet of each shard.
+CHECKED_PER_SHARD, CHECKED, CHECKED_AT_LEAST = 256, 1 << 16, 4
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Samples:
     """Where every image lies, and every caption: small arrays over the whole workspace.
 
     Attributes:
-        urls: one per shard. shard, offset, size: (n_images,) int64, the bytes of an image in its tar.
+        urls: one per shard. shard: (n_images,) int64, ascending. offset, size: (n_images,) int64, the bytes of an
+            image in its tar.
         captions: (n_pairs,) strings. image_of: (n_pairs,) int64.
     """
 
@@ -67,12 +68,14 @@ class Samples:
         Raises:
             InputError: one is not, or does not.
         """
-        for number, url in enumerate(self.urls):
-            members = np.flatnonzero(self.shard == number)
-            if len(members):
-                self._check_shard(url, members)
+        # Ids are in shard order.
+        starts = np.searchsorted(self.shard, np.arange(len(self.urls) + 1))
+        checked = min(CHECKED_PER_SHARD, max(CHECKED_AT_LEAST, CHECKED // max(1, len(self.urls))))
+        for url, first, end in zip(self.urls, starts[:-1], starts[1:], strict=True):
+            if first < end:
+                self._check_shard(url, np.arange(first, end), checked)
 
-    def _check_shard(self, url: str, members: np.ndarray) -> None:
+    def _check_shard(self, url: str, members: np.ndarray, checked: int) -> None:
         wayout = "restore it, or run `fnpipe shard` again with --overwrite"
         try:
             length = _file_size(url)
@@ -81,7 +84,7 @@ class Samples:
         end = int((self.offset[members] + self.size[members]).max())
         if length < end:
             raise InputError(f"{url}: damaged, {length:,} bytes where its pictures reach to {end:,}; {wayout}")
-        some = members[np.unique(np.linspace(0, len(members) - 1, CHECKED_PER_SHARD).astype(int))]
+        some = members[np.unique(np.linspace(0, len(members) - 1, checked).astype(int))]
         headers = read_ranges([url] * len(some), self.offset[some] - TAR_BLOCK, np.full(len(some), TAR_BLOCK))
         for image_id, header in zip(some, headers, strict=True):
             if not is_tar_header(header, int(self.size[image_id])):

@@ -113,11 +113,13 @@ class EdgeLookup:
     """
 
     def __init__(self, n_pairs: int, keys: np.ndarray, match_probability: np.ndarray, labels: np.ndarray) -> None:
-        order = np.argsort(keys, kind="stable")
+        if (keys[1:] < keys[:-1]).any():
+            order = np.argsort(keys, kind="stable")
+            keys, match_probability, labels = keys[order], match_probability[order], labels[order]
         self.n_pairs = n_pairs
-        self.keys = keys[order]
-        self.match_probability = match_probability[order]
-        self.labels = labels[order]
+        self.keys = keys
+        self.match_probability = match_probability
+        self.labels = labels
 
     @classmethod
     def open(cls, workspace: Workspace, name: str | None = None) -> EdgeLookup:
@@ -126,13 +128,24 @@ class EdgeLookup:
 
     @classmethod
     def read(cls, stage: Stage) -> EdgeLookup:
-        """Read the finished edges of ``stage``."""
-        table = read_edges(stage, ["image_id", "pair_id", "match_probability", "label"])
+        """Read the finished edges of ``stage``; beside what stays, one part is held at a time."""
+        stage.require()
         n_pairs = stage.workspace.n_pairs
         if stage.workspace.n_images * n_pairs >= 2**63:
             raise InputError(f"{stage.path}: {stage.workspace.n_images:,} images x {n_pairs:,} pairs overflow 64 bits")
-        keys = combination_keys(table["image_id"].to_numpy(), table["pair_id"].to_numpy(), n_pairs)
-        return cls(n_pairs, keys, table["match_probability"].to_numpy(), codes_in(table["label"], LABELS))
+        parts = edge_parts(stage)
+        ends = np.cumsum([0, *(len(atomic.read_table(path, columns=[])) for path in parts)])
+        keys = np.empty(ends[-1], np.int64)
+        match_probability, labels = np.empty(ends[-1], np.float32), np.empty(ends[-1], np.int8)
+        for path, first, end in zip(parts, ends[:-1], ends[1:], strict=True):
+            table = atomic.read_table(path, columns=["image_id", "pair_id", "match_probability", "label"])
+            found = combination_keys(table["image_id"].to_numpy(), table["pair_id"].to_numpy(), n_pairs)
+            # Images ascend from part to part, so that this puts all of them in order.
+            order = np.argsort(found)
+            keys[first:end] = found[order]
+            match_probability[first:end] = table["match_probability"].to_numpy()[order]
+            labels[first:end] = codes_in(table["label"], LABELS)[order]
+        return cls(n_pairs, keys, match_probability, labels)
 
     def __len__(self) -> int:
         return len(self.keys)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -91,6 +93,28 @@ def test_lookup_answers_blocks_and_says_what_was_not_judged(stage):
     np.testing.assert_allclose(p, [[0.6, np.nan, 0.9], [0.2, 1.0, np.nan]], rtol=1e-6)
     assert label.tolist() == [[AMBIGUOUS, UNSCORED, POSITIVE], [NEGATIVE, POSITIVE, UNSCORED]]
     assert len(lookup) == 5
+
+
+def test_reading_a_lookup_holds_little_beside_its_13_bytes_an_edge(make_workspace: MakeWorkspace):
+    workspace = make_workspace(3)
+    stage = workspace.stage("edges/many")
+    stage.begin({}, {"pairs": workspace.digest})
+    rng, each = np.random.default_rng(0), 20_000
+    for number in range(10):
+        # As a pass leaves them: images ascend, and inside an image p descends.
+        images = np.sort(rng.integers(0, 500, each)) + 500 * number
+        columns = {name: pa.nulls(each, EDGES_SCHEMA.field(name).type) for name in EDGES_SCHEMA.names}
+        columns |= {"image_id": images, "pair_id": rng.integers(0, 3, each), "label": named(np.zeros(each), LABELS)}
+        columns |= {"match_probability": pa.array(rng.random(each), pa.float32())}
+        atomic.write_table(stage.path / f"part-{number:05d}.parquet", pa.table(columns, schema=EDGES_SCHEMA))
+    stage.finish([])
+    tracemalloc.start()
+    lookup = EdgeLookup.read(stage)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(lookup) == 10 * each
+    assert (np.diff(lookup.keys) >= 0).all()
+    assert peak < 20 * len(lookup)
 
 
 def test_unfinished_edges_are_refused_and_the_only_ones_are_the_default(make_workspace: MakeWorkspace):

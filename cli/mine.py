@@ -16,10 +16,13 @@ from fnpipe.pipeline.errors import InputError
 if TYPE_CHECKING:
     from fnpipe.mining.accuracy import EdgeAccuracy
     from fnpipe.mining.connections import MineConfig, MineSummary
-    from fnpipe.mining.discriminators import AnyDiscriminator
+    from fnpipe.mining.discriminators import AnyDiscriminator, LogisticFit, Similarity
     from fnpipe.mining.forecast import MinePlan
     from fnpipe.mining.inspection import EdgeView
     from fnpipe.pipeline.workspace import Workspace
+
+# Their p is far too sure of candidates, unless it was fitted.
+UNCALIBRATED = ("clip", "vacsr")
 
 EdgesOption = Annotated[str | None, typer.Option("--edges", help="Which edges; the only ones there are if not given.")]
 
@@ -28,7 +31,7 @@ EdgesOption = Annotated[str | None, typer.Option("--edges", help="Which edges; t
 def mine_connections_command(
     workspace: WorkspaceArgument,
     discriminator: Annotated[
-        str, typer.Option("--discriminator", help="itm:RUN, itm:demo, blip:MODEL or clip.", metavar="KIND[:MODEL]")
+        str, typer.Option("--discriminator", help="itm:RUN, itm:demo, blip:MODEL, vacsr:RUN or clip.", metavar="KIND[:MODEL]")
     ],
     candidates: Annotated[
         int, typer.Option(help="Per anchor, direction and planned batch: so many of the most similar others.")
@@ -46,7 +49,7 @@ def mine_connections_command(
     ] = None,
     calibrate_on: Annotated[
         str | None,
-        typer.Option(metavar="EDGES|TRUTH", help="With clip: fit p on edges of this name, or on a truth file."),
+        typer.Option(metavar="EDGES|TRUTH", help="With clip and vacsr: fit p on edges of this name, or on a truth file."),
     ] = None,
     score_recorded: Annotated[
         bool, typer.Option("--score-recorded", help="Judge the recorded pairs too: recorded.parquet.")
@@ -94,15 +97,15 @@ def mine_connections_command(
     )
     opened = Workspace.open(workspace)
     kind = discriminator.partition(":")[0]
-    if calibrate_on is not None and kind != "clip":
-        raise InputError(f"--calibrate-on fits clip; {discriminator} brings its own probabilities")
+    if calibrate_on is not None and kind not in UNCALIBRATED:
+        raise InputError(f"--calibrate-on fits clip and vacsr; {discriminator} brings its own probabilities")
     con_d = load_discriminator(discriminator, opened, config, calibrate_on, device, precision)
     if plan:
         planned = plan_mining(opened, config, con_d)
         emit(_finite(asdict(planned)), as_json, partial(_render_plan, planned))
         return
     summary = mine_connections(opened, config, con_d, kind=kind)
-    too_sure = kind == "clip" and calibrate_on is None and positive_share is None
+    too_sure = kind if kind in UNCALIBRATED and calibrate_on is None and positive_share is None else None
     emit(asdict(summary), as_json, partial(_render_summary, workspace, summary, too_sure))
 
 
@@ -123,6 +126,14 @@ def load_discriminator(
         from fnpipe.train.con_d import load_discriminator as load_itm
 
         return load_itm(spec, workspace, pick_device(device), precision)
+    if kind == "vacsr":
+        from fnpipe.pipeline.encoders import pick_device
+        from fnpipe.train.vacsr_con_d import load_vacsr
+
+        con_d = load_vacsr(spec, workspace, config.embeddings, pick_device(device))
+        if calibrate_on is None:
+            return con_d
+        return con_d.fitted(_calibration(workspace, config, calibrate_on, con_d.logits))
     if kind == "blip":
         from fnpipe.mining.blip import load_blip
 
@@ -133,30 +144,35 @@ def load_discriminator(
 
 
 def _load_clip(workspace: Workspace, config: MineConfig, calibrate_on: str | None) -> AnyDiscriminator:
-    from fnpipe.mining.discriminators import (
-        FIT_SAMPLE,
-        ClipDiscriminator,
-        fit_on_edges,
-        fit_on_recorded,
-        fit_on_truth,
-    )
+    from fnpipe.mining.discriminators import ClipDiscriminator, cosine, fit_on_recorded
+    from fnpipe.pipeline.embeddings import Embeddings
+
+    opened = Embeddings.open(workspace, config.embeddings)
+    if calibrate_on is None:
+        return ClipDiscriminator(opened, fit_on_recorded(workspace, opened))
+    return ClipDiscriminator(opened, _calibration(workspace, config, calibrate_on, cosine))
+
+
+def _calibration(
+    workspace: Workspace, config: MineConfig, calibrate_on: str, similarity: Similarity
+) -> LogisticFit:
+    """The curve over ``similarity`` that fits judged edges or a truth file."""
+    from fnpipe.mining.discriminators import FIT_SAMPLE, fit_on_edges, fit_on_truth
     from fnpipe.mining.inputs import sample_candidates
     from fnpipe.mining.truth import Truth
     from fnpipe.pipeline.embeddings import Embeddings
 
     opened = Embeddings.open(workspace, config.embeddings)
-    if calibrate_on is None:
-        fit = fit_on_recorded(workspace, opened)
-    elif calibrate_on in workspace.names("edges"):
-        fit = fit_on_edges(opened, workspace.resolve("edges", calibrate_on, "--calibrate-on"))
-    elif Path(calibrate_on).is_file():
-        truth, sample = Truth.read(calibrate_on, workspace), sample_candidates(workspace, config, FIT_SAMPLE)
-        true = truth.matches(sample.image_ids, sample.pair_ids)
-        fit = fit_on_truth(opened, sample.image_ids, sample.pair_ids, true, Path(calibrate_on).name)
-    else:
+    if calibrate_on in workspace.names("edges"):
+        judged = workspace.resolve("edges", calibrate_on, "--calibrate-on")
+        return fit_on_edges(opened, judged, similarity=similarity)
+    if not Path(calibrate_on).is_file():
         known = ", ".join(workspace.names("edges")) or "no edges"
         raise InputError(f"--calibrate-on {calibrate_on}: neither a truth file nor edges of {workspace.root} ({known})")
-    return ClipDiscriminator(opened, fit)
+    truth, sample = Truth.read(calibrate_on, workspace), sample_candidates(workspace, config, FIT_SAMPLE)
+    true = truth.matches(sample.image_ids, sample.pair_ids)
+    name = Path(calibrate_on).name
+    return fit_on_truth(opened, sample.image_ids, sample.pair_ids, true, name, similarity=similarity)
 
 
 @app.command("relabel")
@@ -255,7 +271,7 @@ def _duration(seconds: float) -> str:
     return f"{seconds / 60:,.0f} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"
 
 
-def _render_summary(workspace: str, summary: MineSummary, too_sure: bool = False) -> None:
+def _render_summary(workspace: str, summary: MineSummary, too_sure: str | None = None) -> None:
     labels = summary.labels
     print(
         f"edges/{summary.edges}: {summary.unique_combinations:,} unique combinations = {summary.judgements:,} judged "
@@ -267,7 +283,7 @@ def _render_summary(workspace: str, summary: MineSummary, too_sure: bool = False
     )
     if too_sure:
         print(
-            "clip's p is far too sure of candidates, which were picked for their similarity: "
+            f"{too_sure}'s p is far too sure of candidates, which were picked for their similarity: "
             "label with --positive-share, or fit it with --calibrate-on"
         )
     print(f"look at them: fnpipe inspect {workspace} --edges {summary.edges} --html report.html")

@@ -102,8 +102,8 @@ def summarise(stage: Stage) -> MineSummary:
 
 
 def _params(config: MineConfig, con_d: AnyDiscriminator) -> dict[str, Any]:
-    # The cosines that a discriminator of embeddings judges by are summed row by row, whatever the threads.
-    threaded = not isinstance(con_d, EmbeddingDiscriminator)
+    # Plain cosines are summed row by row, whatever the threads; the products of a network are not.
+    threaded = not isinstance(con_d, EmbeddingDiscriminator) or "weights" in con_d.description
     return {
         "tau_low": config.tau_low,
         "tau_high": config.tau_high,

@@ -6,7 +6,7 @@ that the workspace holds already (`EmbeddingDiscriminator`, such as plain simila
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -54,6 +54,9 @@ class EmbeddingDiscriminator(Protocol):
 
 
 AnyDiscriminator = Discriminator | EmbeddingDiscriminator
+
+# (n, d) images and (n, d) texts, float32, to (n,) scores, over which a curve can be fitted.
+Similarity = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -144,22 +147,30 @@ def fit_on_recorded(workspace: Workspace, embeddings: Embeddings, *, sample: int
     return fit_logistic(similarity, target, "recorded pairs against random combinations")
 
 
-def fit_on_edges(embeddings: Embeddings, edges: Stage, *, sample: int = FIT_SAMPLE) -> LogisticFit:
-    """The curve that follows another discriminator's p over similarity, on the combinations that it judged."""
+def fit_on_edges(
+    embeddings: Embeddings, edges: Stage, *, similarity: Similarity = cosine, sample: int = FIT_SAMPLE
+) -> LogisticFit:
+    """The curve that follows another discriminator's p over ``similarity``, on the combinations that it judged."""
     table = read_edges(edges, ["image_id", "pair_id", "match_probability", "source"])
     judged = np.flatnonzero(codes_in(table["source"], SOURCES) == DISCRIMINATOR)
     rows = np.sort(np.random.default_rng(0).choice(judged, min(sample, len(judged)), replace=False))
     image_ids, pair_ids, p = (table[name].to_numpy()[rows] for name in ("image_id", "pair_id", "match_probability"))
-    similarity = cosine(embeddings.images.take(image_ids), embeddings.texts.take(pair_ids))
-    return fit_logistic(similarity, p, f"{edges.name} ({edges.digest})")
+    scores = similarity(embeddings.images.take(image_ids), embeddings.texts.take(pair_ids))
+    return fit_logistic(scores, p, f"{edges.name} ({edges.digest})")
 
 
 def fit_on_truth(
-    embeddings: Embeddings, image_ids: np.ndarray, pair_ids: np.ndarray, true: np.ndarray, on: str
+    embeddings: Embeddings,
+    image_ids: np.ndarray,
+    pair_ids: np.ndarray,
+    true: np.ndarray,
+    on: str,
+    *,
+    similarity: Similarity = cosine,
 ) -> LogisticFit:
-    """The curve over similarity of (n,) candidates whose truth is known."""
-    similarity = cosine(embeddings.images.take(image_ids), embeddings.texts.take(pair_ids))
-    return fit_logistic(similarity, true, on)
+    """The curve over ``similarity`` of (n,) candidates whose truth is known."""
+    scores = similarity(embeddings.images.take(image_ids), embeddings.texts.take(pair_ids))
+    return fit_logistic(scores, true, on)
 
 
 def load_registered(spec: str, workspace: Workspace) -> AnyDiscriminator:
@@ -175,7 +186,8 @@ def load_registered(spec: str, workspace: Workspace) -> AnyDiscriminator:
     kind, _, argument = spec.partition(":")
     registered = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
     if kind not in registered:
-        known = ["clip", "blip:MODEL", "itm:RUN", "itm:demo", *sorted(registered)]
-        raise InputError(f"--discriminator {spec}: one of {', '.join(known)}{nearest(kind, [*known, 'itm', 'blip'])}")
+        known = ["clip", "blip:MODEL", "itm:RUN", "itm:demo", "vacsr:RUN", *sorted(registered)]
+        likely = nearest(kind, [*known, "itm", "blip", "vacsr"])
+        raise InputError(f"--discriminator {spec}: one of {', '.join(known)}{likely}")
     con_d: AnyDiscriminator = registered[kind].load()(argument, workspace)
     return con_d

@@ -128,7 +128,9 @@ def audit_command(
     discriminator: Annotated[
         str | None,
         typer.Option(
-            "--discriminator", metavar="SPEC", help="Let it judge too: itm:RUN, vacsr:RUN, blip:MODEL, clip, or another."
+            "--discriminator",
+            metavar="SPEC",
+            help="Let it judge too: itm:RUN, vacsr:RUN, blip:MODEL, clip, or another.",
         ),
     ] = None,
     tau_high: Annotated[float, typer.Option("--tau-high", help="What it finds above this counts as true.")] = 0.8,

@@ -31,7 +31,10 @@ EdgesOption = Annotated[str | None, typer.Option("--edges", help="Which edges; t
 def mine_connections_command(
     workspace: WorkspaceArgument,
     discriminator: Annotated[
-        str, typer.Option("--discriminator", help="itm:RUN, itm:demo, blip:MODEL, vacsr:RUN or clip.", metavar="KIND[:MODEL]")
+        str,
+        typer.Option(
+            "--discriminator", help="itm:RUN, itm:demo, blip:MODEL, vacsr:RUN or clip.", metavar="KIND[:MODEL]"
+        ),
     ],
     candidates: Annotated[
         int, typer.Option(help="Per anchor, direction and planned batch: so many of the most similar others.")
@@ -49,7 +52,9 @@ def mine_connections_command(
     ] = None,
     calibrate_on: Annotated[
         str | None,
-        typer.Option(metavar="EDGES|TRUTH", help="With clip and vacsr: fit p on edges of this name, or on a truth file."),
+        typer.Option(
+            metavar="EDGES|TRUTH", help="With clip and vacsr: fit p on edges of this name, or on a truth file."
+        ),
     ] = None,
     score_recorded: Annotated[
         bool, typer.Option("--score-recorded", help="Judge the recorded pairs too: recorded.parquet.")
@@ -153,9 +158,7 @@ def _load_clip(workspace: Workspace, config: MineConfig, calibrate_on: str | Non
     return ClipDiscriminator(opened, _calibration(workspace, config, calibrate_on, cosine))
 
 
-def _calibration(
-    workspace: Workspace, config: MineConfig, calibrate_on: str, similarity: Similarity
-) -> LogisticFit:
+def _calibration(workspace: Workspace, config: MineConfig, calibrate_on: str, similarity: Similarity) -> LogisticFit:
     """The curve over ``similarity`` that fits judged edges or a truth file."""
     from fnpipe.mining.discriminators import FIT_SAMPLE, fit_on_edges, fit_on_truth
     from fnpipe.mining.inputs import sample_candidates

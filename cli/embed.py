@@ -47,6 +47,9 @@ def embed_command(
 ) -> None:
     """Embed every picture and caption.
 
+    A tower adapter (train --method adapter) turns the embeddings of the encoder that it was trained on, which the
+    workspace must hold.
+
     Example: fnpipe embed work --model ViT-B-32 --pretrained laion2b_s34b_b79k --name clip
     """
     from fnpipe.pipeline.embed import EmbedConfig, embed, embed_on_ray
@@ -56,6 +59,10 @@ def embed_command(
     config = EmbedConfig(name=name, batch_size=batch_size, threads=threads, workers=workers, overwrite=overwrite)
     if import_ is not None:
         _import(opened, import_, model, config, as_json)
+        return
+    if model is not None and _is_adapter(model, opened):
+        summary = _embed_adapted(opened, model, config, engine, device)
+        emit(summary.as_json(), as_json, partial(_render, summary))
         return
     make_encoder = partial(load_encoder, _required(model), opened.root.absolute(), pretrained, device, precision)
     if _checked(engine) == "ray":
@@ -78,6 +85,25 @@ def _import(workspace: Workspace, directory: str, model: str | None, config: Emb
         raise InputError(f"--import brings finished vectors; leave --model {model} out")
     imported = import_embeddings(workspace, directory, config)
     emit(imported.as_json(), as_json, partial(_render_import, imported))
+
+
+def _is_adapter(model: str, workspace: Workspace) -> bool:
+    if not model.startswith("run:"):
+        return False
+    from fnpipe.train.adapted import is_adapter
+
+    return is_adapter(model, workspace)
+
+
+def _embed_adapted(
+    workspace: Workspace, model: str, config: EmbedConfig, engine: str, device: str
+) -> EmbedSummary:
+    from fnpipe.pipeline.encoders import pick_device
+    from fnpipe.train.adapted import embed_adapted
+
+    if _checked(engine) == "ray":
+        raise InputError(f"--model {model} turns stored embeddings, on this machine; leave --engine ray out")
+    return embed_adapted(workspace, model, config, device=pick_device(device))
 
 
 def load_encoder(

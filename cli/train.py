@@ -103,8 +103,13 @@ def train_command(
 @app.command("evaluate")
 def evaluate_command(
     workspace: WorkspaceArgument,
-    run: Annotated[str | None, typer.Option(help="Evaluate this run's best weights.")] = None,
-    embeddings: Annotated[str | None, typer.Option(help="Evaluate stored embeddings instead of a run.")] = None,
+    run: Annotated[
+        str | None, typer.Option(help="Evaluate this run's best weights (adapter, vacsr: also another workspace's, by path).")
+    ] = None,
+    embeddings: Annotated[
+        str | None,
+        typer.Option(help="Evaluate stored embeddings; with a run of adapter or vacsr: by it, on these."),
+    ] = None,
     checkpoint: Annotated[str, typer.Option(help="best-or-last, best, last, or epoch-004.")] = "best-or-last",
     on: Annotated[str | None, typer.Option(help="A split, or all. Default: test if there is one, else all.")] = None,
     truth: Annotated[str | None, typer.Option(help="Truth file: R-Precision and mAP@R as well.")] = None,
@@ -127,7 +132,7 @@ def evaluate_command(
 
     Example: fnpipe evaluate ws --run mafa --on test --truth truth.parquet
     """
-    if (run is None) == (embeddings is None):
+    if run is None and embeddings is None:
         raise InputError("evaluate takes one of --run NAME and --embeddings NAME")
     if top_k < 1:
         raise InputError(f"--top-k is {top_k}; it must be at least 1")
@@ -152,16 +157,24 @@ def evaluate_command(
         measure = test.figures
     else:
         queries = read_queries(opened, on)
-    if embeddings is not None:
+    if run is None:
         from fnpipe.pipeline.embeddings import Embeddings
         from fnpipe.train.evaluate import evaluate_embeddings
 
         found = evaluate_embeddings(Embeddings.open(opened, embeddings), queries, known, measure=measure)
     else:
-        from fnpipe.train.evaluate import evaluate_run
+        from fnpipe.train.methods import evaluate_run
 
         found = evaluate_run(
-            opened, str(run), queries, known, checkpoint=checkpoint, top_k=top_k, device=device, measure=measure
+            opened,
+            run,
+            queries,
+            known,
+            embeddings=embeddings,
+            checkpoint=checkpoint,
+            top_k=top_k,
+            device=device,
+            measure=measure,
         )
     summary = {"run": run, "embeddings": embeddings, "default_split": on is None and not eccv, **matched, **found}
     emit(summary, json_, lambda: _print_eccv(summary) if eccv else _print_figures(summary))
@@ -228,7 +241,8 @@ def _print_figures(summary: dict[str, Any]) -> None:
     columns = [("R@1", "r1"), ("R@5", "r5"), ("R@10", "r10"), ("R-Precision", "rp"), ("mAP@R", "map_at_r")]
     columns = [(title, key) for title, key in columns if f"tr_{key}" in summary["dual"]]
     table = Table("", "direction", *(title for title, _ in columns), box=None)
-    names = {"dual": "dual encoder", "itm": f"ITM, top {summary.get('top_k')}"}
+    names = {"dual": summary.get("method", "dual encoder"), "itm": f"ITM, top {summary.get('top_k')}"}
+    names["frozen"] = f"embeddings/{summary.get('frozen_embeddings')}"
     for name in (n for n in names if n in summary):
         for side, direction in (("tr", "image to text"), ("ir", "text to image")):
             cells = [f"{summary[name][f'{side}_{key}']:.2f}" for _, key in columns]

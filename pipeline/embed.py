@@ -231,14 +231,19 @@ def fill(
     options: ComputeOptions,
     config: EmbedConfig,
     compute: Callable[[Iterable[ShardTask], Advance], Iterator[ShardRows]],
+    *,
+    inputs: Mapping[str, str] | None = None,
 ) -> EmbedSummary:
-    """Have ``compute`` embed the shards that are not finished, and write each as it comes, in any order."""
+    """Have ``compute`` embed the shards that are not finished, and write each as it comes, in any order.
+
+    ``inputs``: what else than the pairs the vectors are made from, with digests.
+    """
     start = time.monotonic()
     stage = workspace.stage(f"embeddings/{config.name}")
     params = {**description, "batch_size": options.batch_size, "threads": options.threads}
     summary = EmbedSummary(config.name, workspace.n_images, workspace.n_pairs, width, workspace.n_shards)
     with stage.alone():
-        if stage.begin(params, {"pairs": workspace.digest}, overwrite=config.overwrite):
+        if stage.begin(params, {"pairs": workspace.digest, **(inputs or {})}, overwrite=config.overwrite):
             todo = [shard for shard in range(workspace.n_shards) if not is_done(stage, shard)]
             summary.shards_done_before = workspace.n_shards - len(todo)
             require_shards(workspace, todo)

@@ -11,17 +11,25 @@ from fnpipe.mining.truth import Truth
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.adapter import AdapterNet
-from fnpipe.train.evaluate import Queries, counts_of, true_pairs, usable_queries
+from fnpipe.train.evaluate import Measure, Queries, by_retrieval, counts_of, usable_queries
 from fnpipe.train.frozen_runs import fitting_embeddings, load_frozen_run
-from fnpipe.train.metrics import BLOCK_ELEMENTS, Scores, cosine_scores, distinct_rows, retrieval
+from fnpipe.train.metrics import BLOCK_ELEMENTS, Scores, cosine_scores, distinct_rows
 from fnpipe.train.processes import choose_device
 from fnpipe.train.vacsr import VacsrNet, logits_in_tiles
 
 
 def evaluate_frozen(
-    net: VacsrNet | AdapterNet, embeddings: Embeddings, queries: Queries, truth: Truth | None = None
+    net: VacsrNet | AdapterNet,
+    embeddings: Embeddings,
+    queries: Queries,
+    truth: Truth | None = None,
+    *,
+    measure: Measure | None = None,
 ) -> dict[str, Any]:
     """Retrieval figures of a network, on its device; images and captions without an embedding are left out.
+
+    Args:
+        measure: in the place of `by_retrieval`.
 
     Returns:
         ``on images captions left_out``; ``dual``: the figures of `retrieval` by the network: by the cosine of what an
@@ -29,12 +37,11 @@ def evaluate_frozen(
     """
     kept = usable_queries(embeddings, queries)
     images, texts = embeddings.images.take(kept.image_ids), embeddings.texts.take(kept.pair_ids)
-    recorded, true = kept.recorded, true_pairs(kept, truth)
-    by_cosine = cosine_scores(images, texts), cosine_scores(texts, images)
+    figures = (measure or by_retrieval(truth))(kept)
     return {
         **counts_of(kept, len(queries.image_ids)),
-        "dual": retrieval(*frozen_scores(net, images, texts), recorded, true),
-        "frozen": retrieval(*by_cosine, recorded, true),
+        "dual": figures(*frozen_scores(net, images, texts)),
+        "frozen": figures(cosine_scores(images, texts), cosine_scores(texts, images)),
     }
 
 
@@ -47,6 +54,7 @@ def evaluate_frozen_run(
     embeddings: str | None = None,
     checkpoint: str = "best-or-last",
     device: str = "auto",
+    measure: Measure | None = None,
 ) -> dict[str, Any]:
     """`evaluate_frozen` of a run of this workspace (by name) or another (by path: zero-shot), with ``method``.
 
@@ -62,7 +70,7 @@ def evaluate_frozen_run(
     return {
         "method": model.method,
         "frozen_embeddings": opened.name,
-        **evaluate_frozen(net, opened, queries, truth),
+        **evaluate_frozen(net, opened, queries, truth, measure=measure),
     }
 
 
@@ -105,17 +113,16 @@ def _by_similarity(net: VacsrNet, images: np.ndarray, texts: np.ndarray) -> tupl
     small = len(own_images) * len(own_texts) <= BLOCK_ELEMENTS
     kept = logits_in_tiles(net, on_images, on_texts).cpu() if small else None
 
-    def rows_of(place: torch.Tensor | None, start: int, stop: int, count: int) -> torch.Tensor:
-        every = torch.arange(start, min(stop, count)) if place is None else place[start:stop]
-        return every
+    def rows_of(place: torch.Tensor | None, start: int, stop: int) -> torch.Tensor | slice:
+        return slice(start, stop) if place is None else place[start:stop]
 
     def i2t(start: int, stop: int) -> torch.Tensor:
-        rows = rows_of(image_of, start, stop, len(images))
+        rows = rows_of(image_of, start, stop)
         block = kept[rows] if kept is not None else logits_in_tiles(net, on_images[rows], on_texts).cpu()
         return block if text_of is None else block[:, text_of]
 
     def t2i(start: int, stop: int) -> torch.Tensor:
-        rows = rows_of(text_of, start, stop, len(texts))
+        rows = rows_of(text_of, start, stop)
         block = kept[:, rows].T if kept is not None else logits_in_tiles(net, on_images, on_texts[rows]).cpu().T
         return block if image_of is None else block[:, image_of]
 

@@ -1,4 +1,4 @@
-"""Every method of ``fnpipe train``, by name: what it is told, and which loop trains it."""
+"""Every method of ``fnpipe train``, by name: what it is told, which loop trains it, and how its runs are evaluated."""
 
 from __future__ import annotations
 
@@ -6,10 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fnpipe.mining.truth import Truth
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.config import CHOICES, METHODS, TrainConfig
+from fnpipe.train.evaluate import TOP_K, Measure, Queries
+from fnpipe.train.evaluate import evaluate_run as evaluate_model_run
+from fnpipe.train.frozen import train_frozen
 from fnpipe.train.frozen_config import FROZEN_METHODS
+from fnpipe.train.frozen_evaluate import evaluate_frozen_run
+from fnpipe.train.frozen_runs import is_frozen_run, run_path
+from fnpipe.train.loop import train as train_model
 from fnpipe.train.runs import CONFIG, read_run_config, run_directory
 from fnpipe.train.values import describe, given_values, typed
 
@@ -40,12 +47,39 @@ def train(workspace: Workspace, values: Mapping[str, Any], *, run: str, **option
     """Train by the loop of the method; see `loop.train` for the options, the summary and the errors."""
     method = values.get("method") or _method_of(workspace, run)
     if method in FROZEN_METHODS:
-        from fnpipe.train.frozen import train_frozen
-
         return train_frozen(workspace, values, run=run, **options)
-    from fnpipe.train.loop import train as train_model
-
     return train_model(workspace, values, run=run, **options)
+
+
+def evaluate_run(
+    workspace: Workspace,
+    run: str,
+    queries: Queries,
+    truth: Truth | None = None,
+    *,
+    embeddings: str | None = None,
+    checkpoint: str = "best-or-last",
+    top_k: int = TOP_K,
+    device: str = "auto",
+    measure: Measure | None = None,
+) -> dict[str, Any]:
+    """Retrieval figures of a run, as `evaluate.evaluate_run` or `frozen_evaluate.evaluate_frozen_run` gives them.
+
+    Args:
+        embeddings: what a network on frozen embeddings is applied to. top_k: for runs with an ITM head.
+
+    Raises:
+        InputError: as theirs; or there are embeddings for a run that embeds pictures itself.
+    """
+    if is_frozen_run(run_path(workspace, run)):
+        return evaluate_frozen_run(
+            workspace, run, queries, truth, embeddings=embeddings, checkpoint=checkpoint, device=device, measure=measure
+        )
+    if embeddings is not None:
+        raise InputError(f"--run {run} embeds pictures itself; leave --embeddings {embeddings} out")
+    return evaluate_model_run(
+        workspace, run, queries, truth, checkpoint=checkpoint, top_k=top_k, device=device, measure=measure
+    )
 
 
 def describe_keys(method: str | None = None) -> list[tuple[str, str, str]]:

@@ -14,11 +14,18 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import json
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
 from effect_chain import Chain
 from effect_regime import EXPLORED, FULL, QUICK, Regime, Row, emoji, emoji_rows, main_rows, quick_rows, smoothing_rows
+from effect_report import Results, markdown, orderings, plots, summary
+
+from fnpipe.pipeline import atomic
 
 
 def chosen(arguments: argparse.Namespace) -> tuple[Regime, dict[str, Row]]:
@@ -36,6 +43,7 @@ def chosen(arguments: argparse.Namespace) -> tuple[Regime, dict[str, Row]]:
 
 def work(root: Path, regime: Regime, rows: dict[str, Row], seeds: list[int], only: list[str]) -> None:
     """Every row of every run, rows first, so that what is missing after an interruption are the last rows."""
+    torch.set_num_threads(1)
     runs = [run for run in regime.runs if run.model in seeds]
     chains = {run: Chain(root, regime, run) for run in runs}
     for chain in chains.values():
@@ -53,6 +61,18 @@ def work(root: Path, regime: Regime, rows: dict[str, Row], seeds: list[int], onl
                 chain.con_d_figures(str(kind))
 
 
+def report(root: Path, regime: Regime, rows: dict[str, Row]) -> None:
+    """Write and print what is known so far."""
+    results = Results(root, regime, rows)
+    told, tables = summary(results), markdown(results)
+    atomic.write_json(root / "effect.json", told)
+    atomic.write_bytes(root / "effect.md", tables.encode())
+    plots(results, root)
+    print(tables)
+    failed = [ordering.name for ordering in orderings(results) if not ordering.holds]
+    print(json.dumps({"json": str(root / "effect.json"), "does_not_hold": failed}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
@@ -62,12 +82,19 @@ def main() -> None:
     kind.add_argument("--emoji", metavar="DIR")
     parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="these rows alone")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="the runs with these model seeds alone")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, for a seed each; no figure depends on it")
     arguments = parser.parse_args()
     regime, rows = chosen(arguments)
     if unknown := sorted(set(arguments.only) - set(rows)):
         parser.error(f"no row {', '.join(unknown)}; choose from {', '.join(rows)}")
-    torch.set_num_threads(1)
-    work(arguments.directory, regime, rows, arguments.seeds or [run.model for run in regime.runs], arguments.only)
+    root, seeds = arguments.directory, arguments.seeds or [run.model for run in regime.runs]
+    shares = [seeds[k :: arguments.jobs] for k in range(min(arguments.jobs, len(seeds)))]
+    if len(shares) == 1:
+        work(root, regime, rows, seeds, arguments.only)
+    else:
+        with ProcessPoolExecutor(len(shares), mp_context=get_context("spawn")) as pool:
+            list(pool.map(partial(work, root, regime, rows, only=arguments.only), shares))
+    report(root, regime, rows)
 
 
 if __name__ == "__main__":

@@ -352,7 +352,7 @@ def claim(root: Path, regime: Regime) -> None:
 @contextmanager
 def held(path: Path) -> Iterator[None]:
     """Nobody else makes ``path`` meanwhile."""
-    lock = path.with_name(f".{path.name}.lock")
+    lock = path.with_name(f".effect-{path.name}.lock")
     lock.parent.mkdir(parents=True, exist_ok=True)
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -98,9 +98,12 @@ def test_without_a_held_out_split_nothing_is_evaluated():
 
 def test_resolving_leaves_nothing_open_but_the_inputs():
     left = {k for k, v in dataclasses.asdict(resolved(TrainConfig(method="mafa"))).items() if v is None}
-    inputs = {"init", "groups", "edges", "truth", "materialized", "agreement"}
+    inputs = {"init", "groups", "edges", "embeddings", "truth", "materialized", "agreement"}
+    falcon = {"search_space", "scheduler", "quantile", "quantile_scale", "policy_alpha", "policy_beta", "policy_floor"}
     # The first is torch's choice, the others are the architecture's.
-    assert left == inputs | {"threads", "image_size", "fusion_layers"}
+    assert left == inputs | {"threads", "image_size", "fusion_layers"} | falcon
+    left = {k for k, v in dataclasses.asdict(resolved(TrainConfig(method="falcon"))).items() if v is None}
+    assert left == inputs | {"threads", "image_size", "fusion_layers", "quantile"}
 
 
 def test_the_sigmoid_loss_has_no_smoothing_and_no_gathering():

@@ -251,7 +251,21 @@ class Loader:
         Raises:
             InputError: there is none.
         """
-        image_ids, pair_ids = (ids[good] for ids in plan.batch(number))
+        image_ids, pair_ids = plan.batch(number)
+        return self.collate_rows(image_ids, pair_ids, epoch=epoch, number=number, pixels=pixels, good=good)
+
+    def collate_rows(
+        self,
+        image_ids: np.ndarray,
+        pair_ids: np.ndarray,
+        *,
+        epoch: int,
+        number: int,
+        pixels: torch.Tensor,
+        good: np.ndarray,
+    ) -> Batch:
+        """`collate`, of rows that no plan holds."""
+        image_ids, pair_ids = image_ids[good], pair_ids[good]
         if not len(image_ids):
             raise InputError(
                 f"epoch {epoch}, batch {number}: none of its pictures can be decoded; are the tars damaged?"

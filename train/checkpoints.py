@@ -1,6 +1,6 @@
 """Checkpoints: the weights for those who use them, and the state from which a run goes on as if it had not stopped.
 
-No generator's state is kept: every draw of a run derives from (seed, epoch, batch), so the place in the plan says all.
+No generator's state is kept: every draw of a run derives from (seed, epoch, batch), so the place in the epoch says all.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,6 +18,14 @@ from fnpipe.train.model import VLModel, save_model
 from fnpipe.train.runs import CHECKPOINTS
 
 STATE = "last.state"
+
+
+class Stateful(Protocol):
+    """What else a run has to remember: FALCON's scheduler and where it stands in its search spaces."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Any) -> None: ...
 
 
 @dataclass
@@ -46,6 +54,7 @@ def save_state(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     average: VLModel | None,
+    falcon: Stateful | None = None,
 ) -> None:
     """Write ``last.state`` and ``last.safetensors``.
 
@@ -59,6 +68,7 @@ def save_state(
         "optimizer": optimizer.state_dict(),
         "scaler": scaler.state_dict(),
         "average": None if average is None else average.state_dict(),
+        "falcon": None if falcon is None else falcon.state_dict(),
     }
     with atomic.replacing(directory / CHECKPOINTS / STATE) as temporary:
         torch.save(state, temporary)
@@ -71,6 +81,7 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler,
     average: VLModel | None,
+    falcon: Stateful | None = None,
 ) -> Position:
     """Put a run back to its last checkpoint; the first position, and nothing changed, where there is none.
 
@@ -88,6 +99,8 @@ def load_state(
         scaler.load_state_dict(state["scaler"])
         if average is not None:
             average.load_state_dict(state["average"])
+        if falcon is not None:
+            falcon.load_state_dict(state["falcon"])
         return Position(**state["position"])
     except OSError:
         raise

@@ -16,6 +16,19 @@ from types import UnionType
 from typing import Any
 
 from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.train.falcon_config import (
+    FALCON,
+    FIXED,
+    HARDENING,
+    ITG,
+    LEARNED,
+    LOG_RANK,
+    MLM,
+    RANK,
+    SOFTENING,
+    check_falcon,
+    resolve_falcon,
+)
 
 TINY = "fnpipe-tiny"
 # fnpipe-tiny makes about ten steps of 64 a second on one core: this many take minutes.
@@ -43,6 +56,8 @@ METHODS: Mapping[str, Method] = {
     "albef": Method(itm=True, mlm=True, ecm=False, grouped=False),
     "grit": Method(itm=True, mlm=True, ecm=False, grouped=True),
     "mafa": Method(itm=True, mlm=True, ecm=True, grouped=True),
+    # It constructs its own batches; edges, where they are given, count as with mafa.
+    FALCON: Method(itm=True, mlm=True, ecm=False, grouped=False),
 }
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -54,7 +69,15 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "text_attention": ("own", "bidirectional"),
     "precision": ("auto", "fp32", "bf16", "fp16"),
     "augment": ("auto", "tiny", "albef", "open-clip", "none"),
+    "scheduler": (LEARNED, FIXED, HARDENING, SOFTENING),
+    "quantile_scale": (RANK, LOG_RANK),
+    "policy_level": ("anchor", "batch"),
+    "policy_input": ("softmax", "standardised"),
+    "baseline": ("moving", "none"),
+    "reward": (MLM, ITG),
 }
+# Of these None is a value as well: chosen when the run starts.
+_OPEN_CHOICES = ("itc_loss", "text_attention", "scheduler", "quantile_scale")
 
 # What a resumed run may change: where and how fast it runs, not what it computes.
 FREE_ON_RESUME = frozenset({"device", "threads", "workers", "cache_mib", "materialized", "tensorboard"})
@@ -65,7 +88,7 @@ class TrainConfig:
     """All that a run can be told. The values are the papers', where a paper gives one.
 
     Attributes:
-        method: ``itc``, ``albef``, ``grit`` or ``mafa`` (see `METHODS`).
+        method: ``itc``, ``albef``, ``grit``, ``mafa`` or ``falcon`` (see `METHODS`).
         model: ``fnpipe-tiny`` or an open_clip architecture; None: that of ``init``, else fnpipe-tiny.
         init: where the weights start: a checkpoint file, ``run:NAME``, ``demo``; None: from scratch.
         image_size, fusion_layers: of the model (None: as the architecture, or ``init``, has them).
@@ -74,12 +97,14 @@ class TrainConfig:
             (None: that of ``init``, bidirectional from scratch).
         groups: the plan; None: the only GRIT plan where the method needs one, else seeded random batches.
         materialized: where ``fnpipe group --materialize`` has put the plan: its shards are read front to back.
-        edges: the mined edges; None: the only ones there are where the method needs some.
+        edges: the mined edges; None: the only ones there are where the method needs some. With falcon they are
+            optional, and treated as by mafa.
+        embeddings: the stored embeddings that falcon's first epoch looks through; None: the only ones there are.
         truth: a truth file, for the share of false negatives met and for mAP@R.
         agreement: ``itm:RUN`` or ``itm:demo``: run this discriminator on every ``agreement_steps``-th batch, and log
             how often it would have said what was looked up.
         epochs: None: 20, for fnpipe-tiny as many as make about 3,600 steps.
-        batch_size: of random batches (None: 64 for fnpipe-tiny, else 128); a plan has its own.
+        batch_size: of random batches, and of falcon's (None: 64 for fnpipe-tiny, else 128); a plan has its own.
         seed: every random draw derives from it, the epoch and the batch.
         itm, mlm: turn a loss of the method on or off.
         mask_rate: share of the tokens that MLM masks.
@@ -97,7 +122,9 @@ class TrainConfig:
         lr: peak learning rate (None: 1.5e-3 for fnpipe-tiny, else 1e-4); the cosine ends at ``min_lr_ratio`` of it.
         weight_decay: not on norms, biases, and the temperature.
         warmup_steps: None: a twentieth of the run, 1,000 at most.
-        clip_norm: bound of the gradient's norm; 0: none.
+        clip_norm: bound of the gradient's norm; 0: none. None: 5, with falcon none: a bound below the norm of hard
+            batches (some 25 in small runs, 5 on easy ones) shrinks exactly their steps, and with them the reward of
+            hardness, whose sign it turns over. ``grad_norm`` is logged before clipping.
         accumulate: batches per optimiser step.
         ema_decay: keep an exponential mean of the weights, and evaluate and save that; 0: none.
         compile: run the transformer blocks through torch.compile.
@@ -114,6 +141,33 @@ class TrainConfig:
         checkpoint_steps: write ``last`` so often, besides at the end of every epoch.
         keep_every: keep the checkpoint of every N-th epoch; 0: only last and best.
         tensorboard: write scalars for TensorBoard, where it is installed.
+        search_space: falcon: pairs that one construction looks through, M; a multiple of the batch size (None: the
+            multiple nearest to the paper's 5,664).
+        scheduler: falcon: how hard the next pair is. ``learned`` (the paper), ``fixed`` at ``quantile``, or a ramp over
+            the run: ``hardening`` from 0.5 to 1 on the scale of ``quantile_scale``, ``softening`` back. None: learned,
+            fixed where a quantile is given.
+        quantile: falcon: the fixed quantile of an anchor's similarities at which its next pair stands: 1 is the nearest
+            unused one (GRIT's choice, on the sum of both directions), 0 the farthest.
+        quantile_scale: falcon: what a draw u in [0, 1] means. ``rank``: the quantile itself (the paper); all hardness
+            lies in its last 2.5 %. ``log-rank``: the n^(1 - u)-th nearest of n, so that hardness rises over all of it.
+            None: log-rank for fnpipe-tiny, else rank; rank where it is fixed.
+        reward: falcon: what must decrease on the batch that a step was made on: ``mlm`` (the paper), or ``itg``, the
+            captioning loss of a CoCa, which is trained in the place of ITM and MLM.
+        ahead: falcon: steps by which batches are constructed before they are used, with the policy of that moment;
+            0: strictly on policy, and nothing overlaps.
+        policy_level: falcon: one draw for every ``anchor`` (the paper), or one for a whole ``batch``: with one reward
+            a batch the latter has sqrt(B) times the signal, and small runs hardly train the former.
+        policy_input: falcon: the quantiles of an anchor's similarities as m times their ``softmax`` less 1, or
+            ``standardised`` to mean 0 and deviation 1, which drops their scale too.
+        policy_quantiles: falcon: how many quantiles the policy sees, m.
+        policy_alpha, policy_beta: falcon: the Beta distribution that the policy starts from (None: 5.5 and 1.2 on
+            log-rank, 9.5 and 0.5 on rank).
+        policy_floor: falcon: neither parameter of the Beta falls to this or below (None: 1 on log-rank, 0.3 on rank,
+            where the mass must be able to stand at 1).
+        policy_lr: falcon: learning rate of the policy (Adam); 0: it stays as it starts, and no reward is measured.
+        policy_clip: falcon: bound of the policy gradient's norm; 0: none.
+        baseline: falcon: what is taken off the reward. ``moving`` (ours): its moving mean, the rest divided by its
+            moving deviation and kept within 3, none in the first 10 steps. ``none``: nothing, as in the paper.
     """
 
     method: str
@@ -126,6 +180,7 @@ class TrainConfig:
     groups: str | None = None
     materialized: str | None = None
     edges: str | None = None
+    embeddings: str | None = None
     truth: str | None = None
     agreement: str | None = None
     agreement_steps: int = 50
@@ -150,7 +205,7 @@ class TrainConfig:
     min_lr_ratio: float = 0.1
     weight_decay: float = 0.02
     warmup_steps: int | None = None
-    clip_norm: float = 5.0
+    clip_norm: float | None = None
     accumulate: int = 1
     ema_decay: float = 0.0
     compile: bool = False
@@ -167,11 +222,26 @@ class TrainConfig:
     checkpoint_steps: int = 1000
     keep_every: int = 0
     tensorboard: bool = True
+    search_space: int | None = None
+    scheduler: str | None = None
+    quantile: float | None = None
+    quantile_scale: str | None = None
+    reward: str = MLM
+    ahead: int = 4
+    policy_level: str = "anchor"
+    policy_input: str = "softmax"
+    policy_quantiles: int = 32
+    policy_alpha: float | None = None
+    policy_beta: float | None = None
+    policy_floor: float | None = None
+    policy_lr: float = 3e-3
+    policy_clip: float = 5.0
+    baseline: str = "moving"
 
     def __post_init__(self) -> None:
         for key, choices in CHOICES.items():
             value = getattr(self, key)
-            if value not in choices and not (value is None and key in ("itc_loss", "text_attention")):
+            if value not in choices and not (value is None and key in _OPEN_CHOICES):
                 raise InputError(
                     f"{key} is {value!r}; choose from {', '.join(choices)}{nearest(str(value), [*choices])}"
                 )
@@ -180,10 +250,16 @@ class TrainConfig:
             if value is not None and not low <= value <= high:
                 bounds = f"be at least {low}" if high == _INF else f"lie between {low} and {high}"
                 raise InputError(f"{key} is {value}; it must {bounds}")
+        check_falcon(self)
 
     @property
     def method_losses(self) -> Method:
-        return METHODS[self.method]
+        """The method's entry in `METHODS`, as falcon's options change it."""
+        method = METHODS[self.method]
+        if self.method != FALCON:
+            return method
+        alone = self.reward == ITG
+        return dataclasses.replace(method, itm=not alone, mlm=not alone, ecm=self.edges is not None)
 
 
 _INF = math.inf
@@ -215,6 +291,15 @@ _BOUNDS: tuple[tuple[str, float, float], ...] = (
     ("evaluate_images", 1, _INF),
     ("checkpoint_steps", 1, _INF),
     ("keep_every", 0, _INF),
+    ("search_space", 1, _INF),
+    ("quantile", 0.0, 1.0),
+    ("ahead", 0, 64),
+    ("policy_quantiles", 2, _INF),
+    ("policy_alpha", 0.0, _INF),
+    ("policy_beta", 0.0, _INF),
+    ("policy_floor", 0.0, _INF),
+    ("policy_lr", 0.0, _INF),
+    ("policy_clip", 0.0, _INF),
 )
 
 
@@ -345,6 +430,8 @@ def resolve(
         flip=config.flip if config.flip is not None else augment == "albef",
         evaluate_on=evaluate_on,
         evaluate_every=config.evaluate_every if evaluate_on else 0,
+        clip_norm=config.clip_norm if config.clip_norm is not None else (0.0 if config.method == FALCON else 5.0),
+        **resolve_falcon(config, batch_size, tiny),
     )
 
 

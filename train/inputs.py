@@ -9,14 +9,17 @@ import numpy as np
 
 from fnpipe.mining.edges import EdgeLookup
 from fnpipe.mining.grouping import plan_epochs
-from fnpipe.mining.members import read_members
+from fnpipe.mining.members import members_of, read_members
 from fnpipe.mining.records import Identity
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Stage, Workspace, digest_files
 from fnpipe.train.batches import BatchSource, PlannedBatches, RandomBatches, WithoutPairs
 from fnpipe.train.config import TINY, TrainConfig
+from fnpipe.train.falcon_batches import FalconSource
+from fnpipe.train.falcon_config import FALCON, choose_search_space
 from fnpipe.train.objectives import EcmConfig
 from fnpipe.train.pictures import Samples
 from fnpipe.train.runs import SHIPPED
@@ -57,8 +60,14 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
     digests = {"pairs": workspace.digest}
     members = read_members(workspace)
     plan = find_plan(workspace, config)
+    batch_size = config.batch_size or (64 if architecture == TINY else 128)
     source: BatchSource
-    if plan is not None:
+    batches_per_epoch = None
+    if config.method == FALCON:
+        source = open_falcon(workspace, config, batch_size)
+        batches_per_epoch = source.batches_per_epoch
+        digests[source.embeddings.stage.name] = source.embeddings.stage.digest
+    elif plan is not None:
         source = PlannedBatches(plan)
         digests[plan.name] = plan.digest
         if config.batch_size not in (None, source.batch_size):
@@ -66,8 +75,8 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
                 f"batch_size is {config.batch_size}, the batches of {plan.path} hold {source.batch_size}; leave it out"
             )
     else:
-        source = RandomBatches(members, config.batch_size or (64 if architecture == TINY else 128), config.seed)
-    if config.min_recorded_probability > 0:
+        source = RandomBatches(members, batch_size, config.seed)
+    if config.min_recorded_probability > 0 and config.method != FALCON:
         source = WithoutPairs(source, doubted_pairs(find_edges(workspace, config), config.min_recorded_probability))
     edges, identity, thresholds = None, None, (EcmConfig.tau_low, EcmConfig.tau_high)
     if config.method_losses.ecm or config.edges is not None:
@@ -93,7 +102,7 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         identity=identity,
         thresholds=thresholds,
         truth=truth,
-        batches_per_epoch=len(source.epoch(0)),
+        batches_per_epoch=len(source.epoch(0)) if batches_per_epoch is None else batches_per_epoch,
         stream=stream,
         digests=digests,
     )
@@ -113,6 +122,25 @@ def find_plan(workspace: Workspace, config: TrainConfig) -> Stage | None:
     if len(plans) > 1:
         raise InputError(f"{workspace.root}: several GRIT plans ({', '.join(plans)}); choose with --groups")
     return workspace.resolve("groups", plans[0], "--groups")
+
+
+def open_falcon(workspace: Workspace, config: TrainConfig, batch_size: int) -> FalconSource:
+    """What falcon constructs its batches from: the train pairs that have an embedding, without those that are doubted.
+
+    Raises:
+        InputError: there are no embeddings, or several to choose from; the search space is not cut into whole batches.
+    """
+    if config.embeddings is None and not workspace.names("embeddings"):
+        raise InputError(
+            f"{workspace.root}: no embeddings, which {FALCON}'s first epoch looks through; "
+            f"make some with `fnpipe embed {workspace.root}`"
+        )
+    embeddings = Embeddings.open(workspace, config.embeddings)
+    members = read_members(workspace, embeddings)
+    if config.min_recorded_probability > 0:
+        doubted = doubted_pairs(find_edges(workspace, config), config.min_recorded_probability)[members.pair_ids]
+        members = members_of(members.pair_ids[~doubted], members.image_ids[~doubted])
+    return FalconSource(members, embeddings, batch_size, choose_search_space(config, batch_size), config.seed)
 
 
 def open_stream(config: TrainConfig, plan: Stage | None) -> MaterializedPictures | None:

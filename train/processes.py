@@ -46,6 +46,21 @@ class Processes:
         dist.all_reduce(total)
         return dict(zip(values, (total / self.world).tolist(), strict=True))
 
+    def average(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor, on any device, by its mean over all processes."""
+        if self.world > 1:
+            total = tensor.to(self.device)
+            dist.all_reduce(total)
+            tensor.copy_(total / self.world)
+
+    def gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of all processes, of one shape, in rank order."""
+        if self.world == 1:
+            return [tensor]
+        parts = [torch.empty_like(tensor) for _ in range(self.world)]
+        dist.all_gather(parts, tensor.contiguous())
+        return parts
+
     def wait(self) -> None:
         """Wait until all processes are here."""
         if self.world > 1:

@@ -13,7 +13,7 @@ from torch import nn
 from fnpipe.train.agreement import hardest_pairs
 from fnpipe.train.batches import Batch
 from fnpipe.train.masking import IGNORED, mask_tokens
-from fnpipe.train.model import VLModel
+from fnpipe.train.model import Keys, VLModel
 from fnpipe.train.objectives import (
     Decisions,
     EcmConfig,
@@ -65,8 +65,33 @@ class StepInput:
         return cls(move(batch.pixels), move(batch.ids), move(batch.recorded), p)
 
 
+@dataclass(frozen=True)
+class Masked:
+    """The captions of an MLM pass with tokens hidden: (n, L) ids and labels, the batch's rows of texts and images."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    texts: torch.Tensor
+    images: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a forward pass leaves behind: (B, e) embeddings, detached, and what MLM was asked, if it was."""
+
+    images: torch.Tensor
+    texts: torch.Tensor
+    masked: Masked | None
+
+
 class TrainStep(nn.Module):
-    """The forward pass as one module, so that DDP can stand around it."""
+    """The forward pass as one module, so that DDP can stand around it.
+
+    Attributes:
+        seen: what the last forward pass left behind.
+    """
+
+    seen: Seen | None = None
 
     def __init__(self, model: VLModel, config: StepConfig) -> None:
         super().__init__()
@@ -102,16 +127,32 @@ class TrainStep(nn.Module):
                 chosen = decisions.itm_texts
                 fused = self.model.fuse(text_tokens[chosen], mask[chosen], keys, decisions.itm_images, first_only=True)
                 losses["itm"] = itm_loss(self.model.itm_logits(fused), decisions.itm_labels)
+            masked = None
             if self.config.mlm:
+                texts_asked = decisions.mlm_texts
                 ids, labels = mask_tokens(
-                    batch.ids[decisions.mlm_texts], self.model.tokenizer, generator, self.config.mask_rate
+                    batch.ids[texts_asked], self.model.tokenizer, generator, self.config.mask_rate
                 )
-                hidden = labels != IGNORED
-                tokens = self.model.text_tokens(ids)
-                fused = self.model.fuse(tokens, mask[decisions.mlm_texts], keys, decisions.mlm_images)
-                losses["mlm"] = mlm_loss(self.model.mlm_logits(fused[hidden]), labels[hidden])
+                masked = Masked(ids, labels, texts_asked, decisions.mlm_images)
+                losses["mlm"] = self._mlm(masked, mask, keys)
+        self.seen = Seen(images.detach(), texts.detach(), masked)
         total = torch.stack(list(losses.values())).sum()
         return total, {name: loss.detach() for name, loss in losses.items()}, decisions
+
+    def _mlm(self, masked: Masked, mask: torch.Tensor, keys: Keys) -> torch.Tensor:
+        hidden = masked.labels != IGNORED
+        fused = self.model.fuse(self.model.text_tokens(masked.ids), mask[masked.texts], keys, masked.images)
+        return mlm_loss(self.model.mlm_logits(fused[hidden]), masked.labels[hidden])
+
+    @torch.no_grad()
+    def mlm_again(self, batch: StepInput, masked: Masked) -> torch.Tensor:
+        """The MLM loss of an earlier forward pass, its masks and its pairs, under the weights of now; ().
+
+        Nothing else is computed: one pass of the image tower, one of the text tower, and own pairs in the fusion.
+        """
+        with torch.autocast(batch.pixels.device.type, dtype=self.config.dtype, enabled=self.config.dtype is not None):
+            image_tokens, _ = self.model.encode_image(self.transform.normalise(batch.pixels))
+            return self._mlm(masked, self.model.text_mask(batch.ids), self.model.image_keys(image_tokens))
 
     def _contrast(
         self, images: torch.Tensor, texts: torch.Tensor, batch: StepInput, smoothing: float

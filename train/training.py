@@ -25,8 +25,10 @@ from fnpipe.train.batches import Batch, FullPixels, Loader, Pixels, TinyPixels, 
 from fnpipe.train.checkpoints import load_state, save_state, save_weights, truncate
 from fnpipe.train.config import TrainConfig
 from fnpipe.train.evaluate import Queries, evaluate_model
+from fnpipe.train.falcon_batches import FalconSource
+from fnpipe.train.falcon_training import Falcon
 from fnpipe.train.inputs import Inputs
-from fnpipe.train.log import Log, plot_losses, read_metrics
+from fnpipe.train.log import Log, plot_losses, plot_quantiles, read_metrics
 from fnpipe.train.model import VLModel
 from fnpipe.train.objectives import Decisions, EcmConfig
 from fnpipe.train.pictures import FittedPictures
@@ -89,7 +91,8 @@ class Training:
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=config.precision == "fp16")
         # What is evaluated and saved for use: the model itself, or the exponential mean of its weights.
         self.average = copy.deepcopy(model).requires_grad_(False) if config.ema_decay else None
-        self.position = load_state(directory, model, self.optimizer, self.scaler, self.average)
+        self.falcon = self._make_falcon()
+        self.position = load_state(directory, model, self.optimizer, self.scaler, self.average, self.falcon)
         if config.compile:
             compile_blocks(model)
         # So that a process that starts a moment later does not read a state that is newer than the others'.
@@ -99,6 +102,13 @@ class Training:
         self.log = Log(directory, config.tensorboard, self.position.step) if group.first else None
         self.total = self._steps_per_epoch() * int(config.epochs or 0)
         self.stopping = False
+
+    def _make_falcon(self) -> Falcon | None:
+        source = self.inputs.source
+        if not isinstance(source, FalconSource):
+            return None
+        rounds = self.inputs.batches_per_epoch // self.group.world * int(self.config.epochs or 0)
+        return Falcon(self.config, source, self.loader, self.step, self.group, rounds)
 
     def ask_to_stop(self) -> None:
         """Stop after the step in work."""
@@ -130,9 +140,7 @@ class Training:
         """The rest of the epoch in work, its evaluation, and its checkpoint."""
         self.model.train()
         epoch = self.position.epoch
-        plan = self.inputs.source.epoch(epoch)
-        mine = share(len(plan), self.group.rank, self.group.world)[self.position.batches :]
-        with _closing(self.loader.batches(plan, epoch, mine)) as batches:
+        with _closing(self._batches(epoch)) as batches:
             while True:
                 start = time.monotonic()
                 some = list(itertools.islice(batches, self.config.accumulate))
@@ -147,6 +155,14 @@ class Training:
         self.position.epoch, self.position.batches = epoch + 1, 0
         self._end_epoch(epoch)
         self._save()
+
+    def _batches(self, epoch: int) -> Iterator[Batch]:
+        """This process's share of the epoch's batches, without those that are done."""
+        if self.falcon is not None:
+            return self.falcon.batches(epoch, self.position.batches)
+        plan = self.inputs.source.epoch(epoch)
+        mine = share(len(plan), self.group.rank, self.group.world)[self.position.batches :]
+        return self.loader.batches(plan, epoch, mine)
 
     def _optimise(self, batches: list[Batch]) -> dict[str, float]:
         """One optimiser step over the batches; the means of what it measured."""
@@ -171,11 +187,12 @@ class Training:
                 )
             last = i == len(batches) - 1
             with nullcontext() if last or self.group.world == 1 else self.parallel.no_sync():
+                moved = StepInput.of(batch, self.group.device)
                 total, losses, decisions = self.parallel(
-                    StepInput.of(batch, self.group.device),
-                    smoothing,
-                    mask_generator(config.seed, batch.epoch, batch.number),
+                    moved, smoothing, mask_generator(config.seed, batch.epoch, batch.number)
                 )
+                if self.falcon is not None:
+                    self.falcon.saw(i, moved, losses)
                 measured.append(self._measure(batch, total, losses, decisions))
                 self._require_finite(measured[-1]["loss"], "loss", [batch])
                 self.scaler.scale(total / len(batches)).backward()
@@ -188,7 +205,10 @@ class Training:
         self.scaler.update()
         self.model.clamp_temperature()
         self._move_average()
-        means = self.group.mean({key: float(np.mean([m[key] for m in measured])) for key in measured[0]})
+        own = {key: float(np.mean([m[key] for m in measured])) for key in measured[0]}
+        if self.falcon is not None:
+            own |= self.falcon.learn()
+        means = self.group.mean(own)
         return {**means, "temp": temperature, "lr": rate, "grad_norm": norm if math.isfinite(norm) else -1.0}
 
     def _move_average(self) -> None:
@@ -220,6 +240,8 @@ class Training:
                 "ambiguous": counts["ambiguous"],
                 "mlm_joined": counts["joined"],
             }
+            if self.falcon is not None:
+                values["mined_share"] = counts["positive"] / max(counts["hardest"], 1)
         if self.con_d is not None and self.position.step % self.config.agreement_steps == 0:
             ecm = self.step.config.ecm
             values["agreement"] = agreement(
@@ -241,12 +263,15 @@ class Training:
         self._save()
         if math.isfinite(value):
             raise InputError(f"{self.directory}: the {what} of another process is no number; see its message")
-        plan = self.inputs.source.epoch(self.position.epoch)
-        rows = ", ".join(f"{plan.starts[b.number]}-{plan.starts[b.number + 1] - 1}" for b in batches)
+        rows = ""
+        if self.falcon is None:
+            plan = self.inputs.source.epoch(self.position.epoch)
+            rows = ", ".join(f"{plan.starts[b.number]}-{plan.starts[b.number + 1] - 1}" for b in batches)
+            rows = f"plan rows {rows}; "
         pairs = " ".join(map(str, np.concatenate([b.pair_ids for b in batches])))
         raise InputError(
             f"{self.directory}: the {what} is {value} in epoch {self.position.epoch}, step {self.position.step + 1}, "
-            f"batch {', '.join(str(b.number) for b in batches)} (plan rows {rows}; pair_ids {pairs}); the state before "
+            f"batch {', '.join(str(b.number) for b in batches)} ({rows}pair_ids {pairs}); the state before "
             "it is saved: look at these pairs, or train with a lower lr"
         )
 
@@ -256,6 +281,8 @@ class Training:
         self.position.batches += len(batches)
         self.position.step += 1
         self.position.seen += images
+        if self.falcon is not None:
+            self.falcon.settle()
         if self.log is None:
             return
         line: dict[str, Any] = {"epoch": self.position.epoch, "batch": batches[0].number, **values}
@@ -280,7 +307,7 @@ class Training:
         if self.log is None:
             return
         self.position.log_bytes = self.log.length()
-        save_state(self.directory, self.position, self.model, self.optimizer, self.scaler, self.average)
+        save_state(self.directory, self.position, self.model, self.optimizer, self.scaler, self.average, self.falcon)
 
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate where it is time to, keep the best weights, and say how it goes."""
@@ -352,6 +379,9 @@ class Training:
                 {k: v for k, v in evaluations[-1].items() if k not in ("kind",)} if evaluations else None
             )
             plot_losses(self.directory, self._loss_names())
+            if self.falcon is not None:
+                result["quantiles"] = {key: steps[-1][key] for key in ("q", "u", "reward") if key in steps[-1]}
+                plot_quantiles(self.directory)
             atomic.write_json(self.directory / CONFIG, {**self.record, "complete": True, "result": result})
         self.group.wait()
         return result

@@ -84,7 +84,8 @@ def codes_in(column: pa.ChunkedArray, names: Sequence[str]) -> np.ndarray:
 
 def edge_parts(stage: Stage) -> list[Path]:
     """The parts of ``edges/<name>/`` in image_id order."""
-    return sorted(stage.path.glob("part-*.parquet"))
+    # The hundred-thousandth part has a longer name, and would come before the ninety-thousandth by it.
+    return sorted(stage.path.glob("part-*.parquet"), key=lambda path: (len(path.name), path.name))
 
 
 def read_edges(stage: Stage, columns: Sequence[str] | None = None) -> pa.Table:

@@ -179,11 +179,11 @@ def _images(workspace: Workspace, chosen: dict[str, pa.Table], truth: Truth | No
 def _records(workspace: Workspace, wanted: np.ndarray) -> list[tuple[int, str, list[str], str]]:
     """Name, recorded captions and thumbnail of the images ``wanted`` (ascending), shard by shard."""
     out = []
-    names = workspace.read_images(["image"])["image"].take(pa.array(wanted)).to_pylist()
-    name_of = dict(zip(wanted.tolist(), names, strict=True))
     for shard in np.unique(np.searchsorted(workspace.image_starts, wanted, side="right") - 1).tolist():
         pairs = workspace.read_pairs(["image_id", "caption", "image_offset", "image_size"], shard=shard)
         pairs = pairs.filter(pc.is_in(pairs["image_id"], pa.array(wanted)))
+        names = workspace.read_images(["image"], shard=shard)["image"]
+        first_image = int(workspace.image_starts[shard])
         captions: dict[int, list[str]] = {}
         ranges: dict[int, tuple[int, int]] = {}
         for image_id, caption, offset, size in zip(*(column.to_pylist() for column in pairs.columns), strict=True):
@@ -194,7 +194,7 @@ def _records(workspace: Workspace, wanted: np.ndarray) -> list[tuple[int, str, l
         with ThreadPoolExecutor(THREADS) as pool:
             thumbnails = pool.map(thumbnail, pictures)
         for (image_id, texts), small in zip(captions.items(), thumbnails, strict=True):
-            out.append((image_id, name_of[image_id], texts, small))
+            out.append((image_id, names[image_id - first_image].as_py(), texts, small))
     return out
 
 

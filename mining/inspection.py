@@ -107,7 +107,7 @@ def _most_probable(table: pa.Table, limit: int) -> pa.Table:
 
 def _rows(stage: Stage, table: pa.Table, truth: Truth | None) -> list[EdgeRow]:
     workspace = stage.workspace
-    images = workspace.read_images(["image"])["image"].take(table["image_id"]).to_pylist()
+    image_of: dict[int, str] = {}
     recorded: dict[int, list[str]] = {}
     ids = table["image_id"].to_numpy()
     for shard in np.unique(np.searchsorted(workspace.image_starts, ids, side="right") - 1).tolist():
@@ -115,12 +115,15 @@ def _rows(stage: Stage, table: pa.Table, truth: Truth | None) -> list[EdgeRow]:
         pairs = pairs.filter(pc.is_in(pairs["image_id"], pa.array(ids)))
         for image_id, caption in zip(pairs["image_id"].to_pylist(), pairs["caption"].to_pylist(), strict=True):
             recorded.setdefault(image_id, []).append(caption)
+        images = workspace.read_images(["image_id", "image"], shard=shard)
+        images = images.filter(pc.is_in(images["image_id"], pa.array(ids)))
+        image_of |= zip(images["image_id"].to_pylist(), images["image"].to_pylist(), strict=True)
     true = None if truth is None else truth.matches(ids, table["pair_id"].to_numpy())
     return [
         EdgeRow(
             image_id=row["image_id"],
             pair_id=row["pair_id"],
-            image=images[at],
+            image=image_of[row["image_id"]],
             recorded=recorded[row["image_id"]],
             caption=row["caption"],
             match_probability=row["match_probability"],

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from PIL import Image
 
 from fnpipe.mining.grouping import plan_epochs, read_plan
@@ -44,6 +45,9 @@ def _materialize(workspace: Workspace, stage: Stage, root: Path) -> int:
     _claim(root, stage)
     shards = 0
     table = workspace.read_pairs(["pair_id", "shard", "caption", "image_offset", "image_size"])
+    # In one piece, or every look at a few captions would first copy all of them into one.
+    captions = pc.cast(table["caption"], pa.large_string())
+    table = table.set_column(table.column_names.index("caption"), "caption", captions).combine_chunks()
     for epoch in range(plan_epochs(stage)):
         plan = read_plan(stage, epoch)
         with progress(f"materialize epoch {epoch}", len(plan), "samples") as advance:

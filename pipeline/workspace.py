@@ -138,10 +138,11 @@ class Workspace:
     def images_path(self, shard: int) -> Path:
         return self.root / "images" / f"{shard:05d}.parquet"
 
-    def read_images(self, columns: Sequence[str] | None = None) -> pa.Table:
-        """One row per image in image_id order: where each came from (``IMAGES_SCHEMA``)."""
+    def read_images(self, columns: Sequence[str] | None = None, *, shard: int | None = None) -> pa.Table:
+        """One row per image in image_id order, of one shard or of all: where each came from (``IMAGES_SCHEMA``)."""
+        shards = range(self.n_shards) if shard is None else [shard]
         read = None if columns is None else list(columns)
-        return pa.concat_tables(atomic.read_table(self.images_path(s), columns=read) for s in range(self.n_shards))
+        return pa.concat_tables(atomic.read_table(self.images_path(s), columns=read) for s in shards)
 
     def splits(self) -> dict[str, int]:
         """How many pairs each split has, by name."""

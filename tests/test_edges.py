@@ -21,6 +21,7 @@ from fnpipe.mining.edges import (
     UNSCORED,
     EdgeLookup,
     codes_in,
+    edge_parts,
     label_candidates,
     named,
     read_edges,
@@ -83,6 +84,12 @@ def test_edges_come_back_typed_and_in_order(stage):
     assert table["image_id"].to_pylist() == [0, 0, 2, 5, 5]
     assert table["label"].to_pylist() == ["positive", "ambiguous", "negative", "positive", "negative"]
     assert read_edges(stage, ["label", "pair_id"]).column_names == ["label", "pair_id"]
+
+
+def test_parts_stay_in_order_beyond_99_999_of_them(stage):
+    for number in (99_999, 100_000, 9):
+        write_part(stage, number, [])
+    assert [path.name[5:-8] for path in edge_parts(stage)] == ["00000", "00001", "00002", "00009", "99999", "100000"]
 
 
 def test_lookup_answers_blocks_and_says_what_was_not_judged(stage):

@@ -46,7 +46,8 @@ class MaterializedPictures:
             InputError: there are none.
         """
         folder = f"{self.root}/epoch-{epoch % self.epochs:03d}"
-        found = sorted(self.fs.glob(f"{folder}/*.tar"))
+        # By length first: the hundred-thousandth shard has a longer name.
+        found = sorted(self.fs.glob(f"{folder}/*.tar"), key=lambda path: (len(path), path))
         if not found:
             raise InputError(f"{self.directory}: no shards of epoch {epoch % self.epochs}; materialize the plan again")
         return found

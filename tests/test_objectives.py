@@ -201,6 +201,40 @@ def test_sigmoid_loss_labels_mined_positives_plus_one():
     assert float(sigmoid_itc_loss(SIM, temp, bias, dropped)) == pytest.approx((total - left_out) / 3)
 
 
+def test_sigmoid_loss_heeds_what_either_direction_finds_and_what_is_recorded():
+    sim = torch.tensor([[0.9, 0.6, 0.3], [0.2, 0.8, 0.7], [0.5, 0.65, 0.9]], dtype=torch.float64)
+    # Image 0 finds text 1, whose own hardest is image 2; text 0 finds image 2, whose own hardest is text 1.
+    p, one = scores(i0t1=0.9, i2t0=0.9), torch.tensor(1.0, dtype=torch.float64)
+    recorded = torch.eye(3, dtype=torch.bool)
+    recorded[1, 0] = True
+    # softplus(-z) of a positive and softplus(z) of a negative, at temperature 1 without a bias.
+    positive = {(0, 0), (1, 1), (2, 2), (1, 0), (0, 1), (2, 0)}
+    terms = {
+        (i, j): math.log(1 + math.exp(float(-sim[i, j] if (i, j) in positive else sim[i, j])))
+        for i in range(3)
+        for j in range(3)
+    }
+    decisions = ecm_decisions(sim, p, recorded, EcmConfig())
+    assert (decisions.positives_i2t.nonzero().tolist(), decisions.positives_t2i.nonzero().tolist()) == (
+        [[0, 1]],
+        [[0, 2]],
+    )
+    loss = sigmoid_itc_loss(sim, one, one * 0, decisions, recorded)
+    assert float(loss) == pytest.approx(sum(terms.values()) / 3)
+    dropped = ecm_decisions(sim, p, recorded, EcmConfig(false_negatives="drop"))
+    loss = sigmoid_itc_loss(sim, one, one * 0, dropped, recorded)
+    assert float(loss) == pytest.approx((sum(terms.values()) - terms[0, 1] - terms[2, 0]) / 3)
+
+
+def test_matching_and_token_losses_of_half_precision_logits_are_computed_in_float32():
+    logits = (torch.randn(300, 2, generator=torch.Generator().manual_seed(0)) * 4).bfloat16()
+    labels = torch.arange(300) % 2
+    exact = torch.nn.functional.cross_entropy(logits.double(), labels)
+    for loss in (itm_loss(logits, labels), mlm_loss(logits, labels)):
+        assert loss.dtype == torch.float32
+        assert float(loss) == pytest.approx(float(exact), rel=1e-6)
+
+
 def test_itm_and_mlm_are_mean_cross_entropies_and_mlm_of_nothing_is_0():
     logits = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
     expected = (math.log(1 + math.exp(-1)) + math.log(1 + math.exp(-2))) / 2

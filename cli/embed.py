@@ -95,9 +95,7 @@ def _is_adapter(model: str, workspace: Workspace) -> bool:
     return is_adapter(model, workspace)
 
 
-def _embed_adapted(
-    workspace: Workspace, model: str, config: EmbedConfig, engine: str, device: str
-) -> EmbedSummary:
+def _embed_adapted(workspace: Workspace, model: str, config: EmbedConfig, engine: str, device: str) -> EmbedSummary:
     from fnpipe.pipeline.encoders import pick_device
     from fnpipe.train.adapted import embed_adapted
 

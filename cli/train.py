@@ -104,7 +104,8 @@ def train_command(
 def evaluate_command(
     workspace: WorkspaceArgument,
     run: Annotated[
-        str | None, typer.Option(help="Evaluate this run's best weights (adapter, vacsr: also another workspace's, by path).")
+        str | None,
+        typer.Option(help="Evaluate this run's best weights (adapter, vacsr: also another workspace's, by path)."),
     ] = None,
     embeddings: Annotated[
         str | None,

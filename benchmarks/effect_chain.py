@@ -233,7 +233,9 @@ class Chain:
             "truth": str(self.truth_file),
             **row.values,
         }
-        if row.plan is not None:
+        if row.plan is None:
+            values |= {"embeddings": self.embeddings, "batch_size": self.regime.batch_size}
+        else:
             values["groups"] = self.plan(row.plan)
         if row.edges is not None:
             values["edges"] = self.edges(row.edges, values.get("groups") or self.plan(self.regime.large))
@@ -265,9 +267,8 @@ def trajectory(steps: Sequence[Mapping[str, Any]], batch_size: int) -> Figures:
     for key in ("positives", "ambiguous"):
         if key in steps[0]:
             figures[key] = float(np.mean([step[key] for step in steps])) / (2 * batch_size)
-    for key in ("q", "q_mean"):
-        if key in steps[0]:
-            figures["q"] = [float(np.mean([s[key] for s in part])) for part in tenths(steps)]
+    if "q" in steps[0]:
+        figures["q"] = [float(np.mean([step["q"] for step in part])) for part in tenths(steps)]
     return figures
 
 

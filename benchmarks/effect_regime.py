@@ -91,6 +91,11 @@ def smoothed(plan: str | int, weight: float, seeds: int | None = None) -> Row:
     return Row("grit" if plan != RANDOM else "albef", plan, None, smoothing(weight), seeds)
 
 
+def falcon(space: int, edges: str | None = None, seeds: int | None = None, **values: Any) -> Row:
+    """Batches constructed during training: by the learned scheduler, unless ``values`` say otherwise."""
+    return Row("falcon", None, edges, {"search_space": space, "smoothing": 0.0, **values}, seeds)
+
+
 def smoothing(weight: float) -> dict[str, Any]:
     return {"smoothing": weight, "smoothing_start_epoch": 0}
 
@@ -111,10 +116,15 @@ def main_rows(regime: Regime) -> dict[str, Row]:
         f"mafa-0.5-{large}": ecm(large, "learned", **smoothing(0.5)),
         f"sitc-0.1-{large}": smoothed(large, 0.1),
         f"sitc-0.5-{large}": smoothed(large, 0.5),
+        f"falcon-{large}": falcon(large),
+        f"falcon-learned-{large}": falcon(large, "learned"),
+        f"falcon-0.99-{large}": falcon(large, quantile=0.99),
+        f"falcon-frozen-{large}": falcon(large, policy_lr=0.0),
         "itc": Row("itc", RANDOM),
         f"oracle-{small}": ecm(small, "oracle"),
         f"sitc-0.25-{large}": smoothed(large, 0.25, seeds=1),
         f"sitc-0.05-{large}": smoothed(large, 0.05, seeds=1),
+        f"falcon-per-batch-{large}": falcon(large, seeds=1, policy_level="batch"),
         f"ignore-{large}": ecm(large, "learned", seeds=1, false_negatives="ignore"),
     }
 

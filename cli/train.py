@@ -242,14 +242,20 @@ def _print_figures(summary: dict[str, Any]) -> None:
     columns = [("R@1", "r1"), ("R@5", "r5"), ("R@10", "r10"), ("R-Precision", "rp"), ("mAP@R", "map_at_r")]
     columns = [(title, key) for title, key in columns if f"tr_{key}" in summary["dual"]]
     table = Table("", "direction", *(title for title, _ in columns), box=None)
-    names = {"dual": summary.get("method", "dual encoder"), "itm": f"ITM, top {summary.get('top_k')}"}
-    names["frozen"] = f"embeddings/{summary.get('frozen_embeddings')}"
-    for name in (n for n in names if n in summary):
+    names = _list_names(summary)
+    for name in names:
         for side, direction in (("tr", "image to text"), ("ir", "text to image")):
             cells = [f"{summary[name][f'{side}_{key}']:.2f}" for _, key in columns]
             table.add_row(names[name] if side == "tr" else "", direction, *cells)
     console.print(table)
-    console.print(", ".join(f"RSUM {names[n]} {summary[n]['rsum']:.1f}" for n in names if n in summary))
+    console.print(", ".join(f"RSUM {names[n]} {summary[n]['rsum']:.1f}" for n in names))
+
+
+def _list_names(summary: dict[str, Any]) -> dict[str, str]:
+    """What the ranked lists that were measured are called, by their keys."""
+    names = {"dual": summary.get("method", "dual encoder"), "itm": f"ITM, top {summary.get('top_k')}"}
+    names["frozen"] = f"embeddings/{summary.get('frozen_embeddings')}"
+    return {key: name for key, name in names.items() if key in summary}
 
 
 def _print_eccv(summary: dict[str, Any]) -> None:
@@ -261,9 +267,8 @@ def _print_eccv(summary: dict[str, Any]) -> None:
     console.print(f"On {summary['on']}: {summary['images']:,} images, {summary['captions']:,} captions, {by}.")
     columns = [("R@1", "r1"), ("R@5", "r5"), ("R@10", "r10"), ("R-Precision", "rp"), ("mAP@R", "map_at_r")]
     titles = {"coco_1k": "COCO 1k", "coco_5k": "COCO 5k", "cxc": "CxC", "eccv": "ECCV Caption"}
-    lists = {"dual": "dual encoder", "itm": f"ITM, top {summary.get('top_k')}"}
-    for name in (n for n in lists if n in summary):
-        table = Table(lists[name], "direction", *(title for title, _ in columns), "RSUM", box=None)
+    for name, title_of_list in _list_names(summary).items():
+        table = Table(title_of_list, "direction", *(title for title, _ in columns), "RSUM", box=None)
         for labels, title in titles.items():
             found = summary[name][labels]
             for side, direction in (("tr", "image to text"), ("ir", "text to image")):

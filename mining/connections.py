@@ -24,9 +24,9 @@ from fnpipe.mining.inputs import MineConfig, MineInputs, count_new, of_shard
 from fnpipe.mining.judging import Judge
 from fnpipe.mining.labels import finish_edges, judged_probabilities, relabel_parts, share_threshold
 from fnpipe.pipeline import atomic
-from fnpipe.pipeline.embed import torch_threads
 from fnpipe.pipeline.engines import RayPool
 from fnpipe.pipeline.progress import Advance, progress
+from fnpipe.pipeline.threads import torch_threads
 from fnpipe.pipeline.workspace import Stage, Workspace
 
 __all__ = ["MineConfig", "MineSummary", "ShardJudge", "mine_connections", "summarise"]

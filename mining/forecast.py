@@ -13,7 +13,7 @@ from fnpipe.mining.candidates import Candidates
 from fnpipe.mining.discriminators import AnyDiscriminator
 from fnpipe.mining.inputs import MineConfig, MineInputs, count_new, of_shard, temporary_runs
 from fnpipe.mining.judging import Judge
-from fnpipe.pipeline.embed import torch_threads
+from fnpipe.pipeline.threads import torch_threads
 from fnpipe.pipeline.workspace import Workspace
 
 PROBE_SECONDS = 2.0

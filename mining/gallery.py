@@ -13,6 +13,7 @@ import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from fnpipe.mining.edges import AMBIGUOUS, IDENTITY, POSITIVE, SOURCES, codes_in
 from fnpipe.mining.labels import labels_of
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline import atomic
-from fnpipe.pipeline.decode import BadImage, decode_rgb
+from fnpipe.pipeline.decode import MAX_PIXELS, decode_or_none
 from fnpipe.pipeline.storage import read_ranges
 from fnpipe.pipeline.workspace import Stage, Workspace
 
@@ -179,7 +180,7 @@ def _images(workspace: Workspace, chosen: dict[str, pa.Table], truth: Truth | No
 def _records(workspace: Workspace, wanted: np.ndarray) -> list[tuple[int, str, list[str], str]]:
     """Name, recorded captions and thumbnail of the images ``wanted`` (ascending), shard by shard."""
     out = []
-    for shard in np.unique(np.searchsorted(workspace.image_starts, wanted, side="right") - 1).tolist():
+    for shard in np.unique(workspace.shards_of(wanted)).tolist():
         pairs = workspace.read_pairs(["image_id", "caption", "image_offset", "image_size"], shard=shard)
         pairs = pairs.filter(pc.is_in(pairs["image_id"], pa.array(wanted)))
         names = workspace.read_images(["image"], shard=shard)["image"]
@@ -192,18 +193,18 @@ def _records(workspace: Workspace, wanted: np.ndarray) -> list[tuple[int, str, l
         offsets, sizes = zip(*ranges.values(), strict=True)
         pictures = read_ranges([workspace.shard_url(shard)] * len(ranges), offsets, sizes)
         with ThreadPoolExecutor(THREADS) as pool:
-            thumbnails = pool.map(thumbnail, pictures)
+            thumbnails = pool.map(partial(thumbnail, max_pixels=workspace.max_pixels), pictures)
         for (image_id, texts), small in zip(captions.items(), thumbnails, strict=True):
             out.append((image_id, names[image_id - first_image].as_py(), texts, small))
     return out
 
 
-def thumbnail(data: bytes) -> str:
+def thumbnail(data: bytes, *, max_pixels: int = MAX_PIXELS) -> str:
     """The picture, at most 160 pixels wide and high, as a ``data:`` address; empty where it does not decode."""
-    try:
-        image = Image.fromarray(decode_rgb(data))
-    except BadImage:
+    rgb = decode_or_none(data, max_pixels=max_pixels)
+    if rgb is None:
         return ""
+    image = Image.fromarray(rgb)
     image.thumbnail((THUMBNAIL, THUMBNAIL), reducing_gap=2.0)
     buffer = io.BytesIO()
     # Half of JPEG's bytes at this size, where its tables weigh as much as the picture.

@@ -110,7 +110,7 @@ def _rows(stage: Stage, table: pa.Table, truth: Truth | None) -> list[EdgeRow]:
     image_of: dict[int, str] = {}
     recorded: dict[int, list[str]] = {}
     ids = table["image_id"].to_numpy()
-    for shard in np.unique(np.searchsorted(workspace.image_starts, ids, side="right") - 1).tolist():
+    for shard in np.unique(workspace.shards_of(ids)).tolist():
         pairs = workspace.read_pairs(["image_id", "caption"], shard=shard)
         pairs = pairs.filter(pc.is_in(pairs["image_id"], pa.array(ids)))
         for image_id, caption in zip(pairs["image_id"].to_pylist(), pairs["caption"].to_pylist(), strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +30,7 @@ from fnpipe.mining.edges import (
     named,
 )
 from fnpipe.mining.records import Identity, combination_keys
-from fnpipe.pipeline.decode import BadImage, decode_rgb
+from fnpipe.pipeline.decode import decode_or_none
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.progress import Advance
 from fnpipe.pipeline.storage import read_ranges
@@ -121,7 +122,7 @@ class Judge:
         keys, at = np.unique(combination_keys(image_ids, pair_ids, n_pairs), return_inverse=True)
         images, pairs = np.divmod(keys, n_pairs)
         p = np.full(len(keys), np.nan, np.float32)
-        shards = np.searchsorted(self.workspace.image_starts, images, side="right") - 1
+        shards = self.workspace.shards_of(images)
         for shard in np.unique(shards).tolist():
             rows = np.flatnonzero(shards == shard)
             found = self.verdicts(shard, images[rows], pairs[rows], lambda _: None)
@@ -191,13 +192,15 @@ class Judge:
         blocks = [image_ids[first : first + self.block_images] for first in range(0, len(image_ids), self.block_images)]
         if not blocks:
             return
-        offsets, sizes = self._ranges(shard, image_ids)
+        table = self._of_images(shard, image_ids, ["image_offset", "image_size"])
+        offsets, sizes = table["image_offset"].to_numpy(), table["image_size"].to_numpy()
+        decode = partial(decode_or_none, max_pixels=self.workspace.max_pixels)
         url = self.workspace.shard_url(shard)
 
         def read(number: int) -> _Pictures:
             rows = slice(number * self.block_images, (number + 1) * self.block_images)
             data = read_ranges([url] * len(blocks[number]), offsets[rows], sizes[rows])
-            decoded = list(decoders.map(_decode, data))
+            decoded = list(decoders.map(decode, data))
             good = np.array([rgb is not None for rgb in decoded], bool)
             return _Pictures(blocks[number][good], [rgb for rgb in decoded if rgb is not None])
 
@@ -209,12 +212,11 @@ class Judge:
                     ahead = reader.submit(read, number + 1)
                 yield block
 
-    def _ranges(self, shard: int, image_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Offsets and sizes, in bytes, of images inside the tar of ``shard``."""
-        table = self.workspace.read_pairs(["image_id", "image_offset", "image_size"], shard=shard)
+    def _of_images(self, shard: int, image_ids: np.ndarray, columns: list[str]) -> pa.Table:
+        """What ``pairs/`` says of images of ``shard``: one row for each of ``image_ids``, in their order."""
+        table = self.workspace.read_pairs(["image_id", *columns], shard=shard)
         known, first = np.unique(table["image_id"].to_numpy(), return_index=True)
-        rows = first[np.searchsorted(known, image_ids)]
-        return table["image_offset"].to_numpy()[rows], table["image_size"].to_numpy()[rows]
+        return table.take(pa.array(first[np.searchsorted(known, image_ids)]))
 
     def _table(
         self,
@@ -232,7 +234,7 @@ class Judge:
         columns = {
             "image_id": candidates.image_ids,
             "pair_id": candidates.pair_ids,
-            "image_key": self._keys(shard, candidates.image_ids),
+            "image_key": self._of_images(shard, candidates.image_ids, ["key"])["key"],
             "caption": self._captions.take(pa.array(candidates.pair_ids)).cast(pa.string()),
             "rank_i2t": pa.array(candidates.rank_i2t, mask=candidates.rank_i2t == NOT_PROPOSED),
             "rank_t2i": pa.array(candidates.rank_t2i, mask=candidates.rank_t2i == NOT_PROPOSED),
@@ -251,15 +253,3 @@ class Judge:
             images = self.embeddings.images.take(candidates.image_ids[rows])
             out[rows] = cosine(images, self.embeddings.texts.take(candidates.pair_ids[rows]))
         return out
-
-    def _keys(self, shard: int, image_ids: np.ndarray) -> pa.Array:
-        table = self.workspace.read_pairs(["image_id", "key"], shard=shard)
-        known, first = np.unique(table["image_id"].to_numpy(), return_index=True)
-        return table["key"].combine_chunks().take(pa.array(first[np.searchsorted(known, image_ids)]))
-
-
-def _decode(data: bytes) -> np.ndarray | None:
-    try:
-        return decode_rgb(data)
-    except BadImage:
-        return None

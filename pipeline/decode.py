@@ -109,6 +109,14 @@ def decode_rgb(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     return _upright(_to_rgb(image), orientation)
 
 
+def decode_or_none(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray | None:
+    """`decode_rgb`, or None for bytes that are no usable picture, where others must not suffer from it."""
+    try:
+        return decode_rgb(data, max_pixels=max_pixels)
+    except BadImage:
+        return None
+
+
 @dataclass(frozen=True)
 class _JpegHeader:
     """What the marker segments in front of a JPEG's pixels say."""

@@ -14,7 +14,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -26,16 +25,16 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from fnpipe.pipeline import atomic
-from fnpipe.pipeline.decode import MAX_PIXELS, BadImage, decode_rgb
+from fnpipe.pipeline.decode import MAX_PIXELS, decode_or_none
 from fnpipe.pipeline.embeddings import BAD_SCHEMA, image_array_path, text_array_path
 from fnpipe.pipeline.encoders import Encoder
 from fnpipe.pipeline.engines import RayPool
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.progress import progress
+from fnpipe.pipeline.progress import Advance, progress
 from fnpipe.pipeline.storage import is_remote, local_path, read_ranges
+from fnpipe.pipeline.threads import torch_threads
+from fnpipe.pipeline.workers import available_cpus
 from fnpipe.pipeline.workspace import Stage, Workspace
-
-Advance = Callable[[int], None]
 
 # A caption has a tenth to a quarter of a picture's tokens.
 TEXTS_PER_IMAGE = 4
@@ -150,7 +149,7 @@ class ComputeOptions:
     @classmethod
     def of(cls, config: EmbedConfig, device: str, *, processes: bool = True) -> ComputeOptions:
         """The config with its defaults made definite for ``device`` (``cpu`` or ``cuda``)."""
-        on_gpu, cores = device == "cuda", len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        on_gpu, cores = device == "cuda", available_cpus()
         return cls(
             # On a CPU the layers' activations of 32 pictures still fit the caches; 128 are a tenth slower.
             batch_size=config.batch_size or (512 if on_gpu else 32),
@@ -272,7 +271,7 @@ def read_task(workspace: Workspace, shard: int) -> ShardTask:
         offsets=table["image_offset"].to_numpy()[first],
         sizes=table["image_size"].to_numpy()[first],
         captions=table["caption"].to_pylist(),
-        max_pixels=int(workspace.manifest.get("params", {}).get("max_pixels", MAX_PIXELS)),
+        max_pixels=workspace.max_pixels,
     )
 
 
@@ -354,18 +353,11 @@ class Prepare(Dataset[Any]):
         if isinstance(part, TextPart):
             return self.tokenize(part.captions) if part.captions else torch.empty((0, 1), dtype=torch.int64)
         encoded = read_ranges([part.url] * len(part.sizes), part.offsets, part.sizes)
-        pictures = [_decoded(data, part.max_pixels) for data in encoded]
+        pictures = [decode_or_none(data, max_pixels=part.max_pixels) for data in encoded]
         failures = [row for row, picture in enumerate(pictures) if picture is None]
         # A blank keeps the place of a picture that is none, so that its neighbours' batch stays what it is.
         blank = np.zeros((1, 1, 3), np.uint8)
         return torch.stack([self.prepare_image(blank if rgb is None else rgb) for rgb in pictures]), failures
-
-
-def _decoded(data: bytes, max_pixels: int) -> np.ndarray | None:
-    try:
-        return decode_rgb(data, max_pixels=max_pixels)
-    except BadImage:
-        return None
 
 
 def prepared(encoder: Encoder, parts: Iterator[ImagePart | TextPart], options: ComputeOptions) -> Iterator[Any]:
@@ -463,16 +455,6 @@ def unit_rows(rows: np.ndarray) -> tuple[np.ndarray, dict[int, str]]:
     scaled = (rows[good] / largest[good, None]).astype(np.float32)
     out[good] = (scaled / np.linalg.norm(scaled, axis=1, keepdims=True)).astype(np.float16)
     return out, {int(row): ZERO if finite[row] else NOT_FINITE for row in np.flatnonzero(~good)}
-
-
-@contextmanager
-def torch_threads(threads: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 # The edge: what a shard leaves on disk.

@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fnpipe.pipeline import atomic, lock
+from fnpipe.pipeline.decode import MAX_PIXELS
 from fnpipe.pipeline.errors import InputError, nearest
 
 FORMAT_VERSION = 1
@@ -112,6 +113,15 @@ class Workspace:
     def digest(self) -> str:
         """The digest of ``pairs/``: what every later stage is bound to."""
         return str(self.manifest["digest"])
+
+    @property
+    def max_pixels(self) -> int:
+        """The limit under which its pictures were kept: every stage decodes under the same."""
+        return int(self.manifest.get("params", {}).get("max_pixels", MAX_PIXELS))
+
+    def shards_of(self, image_ids: np.ndarray) -> np.ndarray:
+        """(n,) int64: the shard of each of (n,) image_ids."""
+        return np.searchsorted(self.image_starts, image_ids, side="right") - 1
 
     def shard_url(self, shard: int) -> str:
         """Where the tar of ``shard`` lies: an absolute local path, or an fsspec URL."""

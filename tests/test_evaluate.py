@@ -21,7 +21,7 @@ from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train import evaluate
 from fnpipe.train.evaluate import evaluate_embeddings, evaluate_model, read_queries, true_pairs
 from fnpipe.train.model import ModelConfig, VLModel, build_model
-from fnpipe.train.pictures import Samples, decoded
+from fnpipe.train.pictures import Samples
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def plain_scores(workspace: Workspace, model: VLModel) -> tuple[np.ndarray, np.n
     cosines = np.zeros((workspace.n_images, workspace.n_pairs))
     logits = np.zeros_like(cosines)
     for i, data in enumerate(samples.read(np.arange(workspace.n_images))):
-        rgb = decoded(data)
+        rgb = samples.decoded(data)
         assert rgb is not None
         tokens, image = model.encode_image(transform.normalise(transform(rgb)[None]))
         keys = model.image_keys(tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 
@@ -44,6 +46,32 @@ def test_pairs_come_in_pair_id_order_and_filter_by_split(make_workspace: MakeWor
     test = workspace.read_pairs(["image_id"], split="test")
     assert test.column_names == ["image_id"]
     assert test["image_id"].to_pylist() == [1, 1, 3, 3, 3, 5]
+
+
+def test_every_stage_decodes_under_the_limit_that_the_pictures_were_kept_under(make_workspace: MakeWorkspace):
+    from test_connections import TableDiscriminator, stable_p
+
+    from fnpipe.mining.gallery import thumbnail
+    from fnpipe.mining.judging import Judge
+    from fnpipe.train.pictures import Samples
+
+    root = make_workspace(3, images_per_shard=2, embeddings=(np.eye(3), np.eye(3))).root
+    manifest = json.loads((root / "fnpipe.json").read_bytes())
+    for limit, kept in ((64, True), (63, False)):  # the pictures have 8 x 8 pixels
+        atomic.write_json(root / "fnpipe.json", {**manifest, "params": {"max_pixels": limit}})
+        workspace = Workspace.open(root)
+        samples = Samples.of(workspace)
+        (data,) = samples.read(np.array([2]))
+        assert (samples.decoded(data) is not None) == kept
+        assert bool(thumbnail(data, max_pixels=workspace.max_pixels)) == kept
+        con_d = TableDiscriminator(stable_p)
+        judge = Judge(workspace, Embeddings.open(workspace), con_d, block_images=2, workers=1)
+        assert np.isnan(judge.probabilities(np.array([0, 2]), np.array([2, 1]))).any() != kept
+
+
+def test_images_know_their_shards(make_workspace: MakeWorkspace):
+    workspace = make_workspace(7, images_per_shard=3)
+    assert workspace.shards_of(np.arange(7)).tolist() == [0, 0, 0, 1, 1, 1, 2]
 
 
 def test_a_finished_stage_has_nothing_to_do_and_other_parameters_are_refused(make_workspace: MakeWorkspace):

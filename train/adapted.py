@@ -15,7 +15,6 @@ import torch
 
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embed import (
-    Advance,
     ComputeOptions,
     EmbedConfig,
     EmbedSummary,
@@ -27,6 +26,7 @@ from fnpipe.pipeline.embed import (
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.encoders import digest_weights
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.progress import Advance
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.adapter import AdapterNet
 from fnpipe.train.frozen_config import ADAPTER

@@ -9,7 +9,7 @@ from fnpipe.mining.discriminators import Discriminator
 from fnpipe.mining.edges import label_candidates
 from fnpipe.train.batches import Batch
 from fnpipe.train.objectives import Decisions
-from fnpipe.train.pictures import Samples, decoded
+from fnpipe.train.pictures import Samples
 
 
 def agreement(
@@ -22,7 +22,7 @@ def agreement(
     images, texts = hardest_pairs(decisions)
     if not len(images):
         return 1.0
-    pictures = [decoded(data) for data in samples.read(batch.image_ids)]
+    pictures = [samples.decoded(data) for data in samples.read(batch.image_ids)]
     captions = samples.texts(batch.pair_ids)
     # The protocol wants captions by length.
     order = np.argsort([len(caption) for caption in captions], kind="stable")

@@ -22,7 +22,7 @@ from fnpipe.mining.records import Identity
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Stage
 from fnpipe.train.augment import Augment, augment_tiny
-from fnpipe.train.pictures import FittedPictures, Samples, decoded
+from fnpipe.train.pictures import FittedPictures, Samples
 from fnpipe.train.stream import MaterializedPictures
 
 # Batches made ahead of the step that uses them.
@@ -202,7 +202,7 @@ class FullPixels:
     def of_bytes(self, epoch: int, image_ids: np.ndarray, data: list[bytes]) -> tuple[torch.Tensor, np.ndarray]:
         pixels = torch.zeros((len(image_ids), 3, self.size, self.size), dtype=torch.uint8)
         good = np.zeros(len(image_ids), bool)
-        for i, rgb in enumerate(map(decoded, data)):
+        for i, rgb in enumerate(map(self.samples.decoded, data)):
             if rgb is not None:
                 pixels[i] = self.augment(rgb, picture_rng(self.seed, epoch, image_ids[i]))
                 good[i] = True

@@ -23,7 +23,7 @@ from fnpipe.pipeline.progress import Advance, progress
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.metrics import Positives, Scores, cosine_scores, reranked_scores, retrieval, top_items
 from fnpipe.train.model import VLModel
-from fnpipe.train.pictures import Samples, decoded
+from fnpipe.train.pictures import Samples
 from fnpipe.train.processes import choose_device
 from fnpipe.train.runs import find_run, load_run, read_run_config
 
@@ -241,7 +241,7 @@ class _Encoder:
 
     def pixels(self, image_ids: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
         """Normalised pictures of those that can be decoded, on the device, and (n,) bool which can be."""
-        pictures = [decoded(data) for data in self.samples.read(image_ids)]
+        pictures = [self.samples.decoded(data) for data in self.samples.read(image_ids)]
         good = np.array([rgb is not None for rgb in pictures], bool)
         fitted = [self.transform(rgb) for rgb in pictures if rgb is not None]
         height, width = self.transform.size

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from fnpipe.pipeline.decode import BadImage, decode_rgb
+from fnpipe.pipeline.decode import decode_or_none
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.storage import filesystem, is_remote, local_path, read_ranges
 from fnpipe.pipeline.workspace import Workspace
@@ -30,6 +30,7 @@ class Samples:
         urls: one per shard. shard: (n_images,) int64, ascending. offset, size: (n_images,) int64, the bytes of an
             image in its tar.
         captions: (n_pairs,) strings. image_of: (n_pairs,) int64.
+        max_pixels: the limit under which the pictures were kept.
     """
 
     urls: tuple[str, ...]
@@ -38,6 +39,7 @@ class Samples:
     size: np.ndarray
     captions: pa.Array
     image_of: np.ndarray
+    max_pixels: int
 
     @classmethod
     def of(cls, workspace: Workspace) -> Samples:
@@ -50,12 +52,16 @@ class Samples:
             columns.append(column)
         captions = pa.chunked_array(pairs["caption"].chunks, pa.string()).cast(pa.large_string()).combine_chunks()
         urls = tuple(workspace.shard_url(s) for s in range(workspace.n_shards))
-        return cls(urls, columns[0], columns[1], columns[2], captions, image_of)
+        return cls(urls, columns[0], columns[1], columns[2], captions, image_of, workspace.max_pixels)
 
     def read(self, image_ids: np.ndarray) -> list[bytes]:
         """The encoded pictures of (n,) image_ids, in their order."""
         urls = [self.urls[s] for s in self.shard[image_ids]]
         return read_ranges(urls, self.offset[image_ids], self.size[image_ids])
+
+    def decoded(self, data: bytes) -> np.ndarray | None:
+        """(H, W, 3) uint8, or None for bytes that are no usable picture."""
+        return decode_or_none(data, max_pixels=self.max_pixels)
 
     def texts(self, pair_ids: np.ndarray) -> list[str]:
         """The captions of (n,) pair_ids, in their order."""
@@ -153,18 +159,10 @@ class FittedPictures:
         """Encoded pictures as (n, 3, S, S) uint8, zeros where one cannot be decoded, and (n,) bool which can be."""
         out = torch.zeros((len(data), 3, self.size, self.size), dtype=torch.uint8)
         good = np.zeros(len(data), bool)
-        for i, rgb in enumerate(map(decoded, data)):
+        for i, rgb in enumerate(map(self.samples.decoded, data)):
             if rgb is not None:
                 out[i], good[i] = self.fit(rgb), True
         return out, good
-
-
-def decoded(data: bytes) -> np.ndarray | None:
-    """(H, W, 3) uint8, or None for bytes that are no usable picture."""
-    try:
-        return decode_rgb(data)
-    except BadImage:
-        return None
 
 
 def fits_in_memory(n_images: int, size: int, budget_bytes: int) -> bool:

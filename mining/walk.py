@@ -1,58 +1,53 @@
 """The chain over the whole data set: a walk along the neighbour graph, in time linear in the pairs.
 
-A row is one image with its caption of the epoch. Where a row's list is used up, the graph is searched around it, best
-first, as in a navigable-graph index: used rows are passed through, unused ones are found. Only where the budget of
-that search finds nothing unused does the walk start again at a random row.
+A row is one image with its caption of the epoch. Where a row's list is used up, what is left of its region of the graph
+is searched exactly; only where nothing is left there does the walk start again at a random row.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from fnpipe.mining.compiled import compiled
 from fnpipe.mining.graph import Graph
 from fnpipe.mining.members import Members
+from fnpipe.mining.regions import PAD, grow_regions
 from fnpipe.pipeline.embeddings import Embeddings, Rows
 
 # How a step found the next row.
 BY_LIST, BY_SEARCH, BY_RESTART = 0, 1, 2
 STEP_NAMES = ("list", "fallback", "restart")
 
-# Rows whose lists a search reads: this many even after it has found something (a better one may be near), and at most
-# that many. At 50,000 synthetic pairs and k = 32 the mean similarity of consecutive pairs is 0.990 of the exact
-# chain's, with 0.8 % restarts. Twice both budgets: 0.991 and 0.6 %, in 1.5 times the time; half of the upper one:
-# 0.989 and 1.0 %.
-NEAR_BUDGET = 16
-FAR_BUDGET = 512
+# Rows of a region, on average. A larger one finds a better row and restarts less, in time that grows with it: see
+# benchmarks/group.md.
+REGION_ROWS = 256
 
-# Rows turned into a sketch at a time.
+# Rows turned into a sketch, or lists read, at a time.
 _BLOCK = 1 << 14
 
 
 class Network(NamedTuple):
-    """The graph as the walk sees it: lists by id, rows by id, ids by row, and sketches of the embeddings by row."""
+    """The graph as the walk sees it. Rows stand in the order of their regions, so that a region is read in one go.
 
-    i2t_ids: np.ndarray
-    t2i_ids: np.ndarray
-    row_of_image: np.ndarray
-    row_of_pair: np.ndarray
-    image_of_row: np.ndarray
-    pair_of_row: np.ndarray
+    Attributes:
+        captions, images: (n, k) int32, the rows of the captions near each row's image, and of the images near its
+            caption; see `regions.listed_row` and ``regions.PAD``.
+        image_sketches, text_sketches: (n, d) int8. image_scales, text_scales: (n,) float32, their units.
+        starts: (regions + 1,) int64; region ``r`` holds rows ``starts[r] .. starts[r + 1] - 1``.
+    """
+
+    captions: np.ndarray
     images: np.ndarray
+    image_sketches: np.ndarray
     image_scales: np.ndarray
-    texts: np.ndarray
+    text_sketches: np.ndarray
     text_scales: np.ndarray
-
-
-class Frontier(NamedTuple):
-    """What a search has yet to look at: a heap of rows, most similar first, and the search that last saw each row."""
-
-    rows: np.ndarray
-    sims: np.ndarray
-    seen: np.ndarray
+    starts: np.ndarray
 
 
 def walk_graph(
@@ -61,7 +56,7 @@ def walk_graph(
     """Order all images, each with its caption of the epoch, as one chain on the graph.
 
     From the current image step to the first unused caption of its list, from a caption to the first unused image of
-    its list, in turn. A listed caption that is not its image's caption of the epoch leads on in a search only.
+    its list, in turn. A listed caption that is not its image's caption of the epoch is not stepped to.
 
     Args:
         pair_ids: (m,) int64, the caption of the epoch of every one of ``members.images``.
@@ -69,44 +64,114 @@ def walk_graph(
     Returns:
         (m,) int64, every row of ``members.images`` once; and how many steps were taken by list, fallback and restart.
     """
+    embeddings.images.warm()
+    embeddings.texts.warm()
     count = len(members.images)
-    row_of_image = np.full(len(embeddings.images), -1, np.int64)
+    restarts = rng.permutation(count)
+    row_of_image = np.full(len(embeddings.images), -1, np.int32)
     row_of_image[members.images] = np.arange(count)
-    row_of_pair = np.full(len(embeddings.texts), -1, np.int64)
+    row_of_pair = np.full(len(embeddings.texts), -1, np.int32)
     row_of_pair[members.pair_ids] = row_of_image[members.image_ids]
+    captions = _row_lists(graph.i2t_ids, members.images, row_of_pair, pair_ids)
+    images = _row_lists(graph.t2i_ids, pair_ids, row_of_image, members.images)
+    region = grow_regions(captions, images, restarts[: max(1, count // REGION_ROWS)])
+    rows = np.argsort(region, kind="stable")
+    place = np.empty(count, np.int32)
+    place[rows] = np.arange(count)
+    captions, images = _moved(captions, rows, place), _moved(images, rows, place)
     network = Network(
-        graph.i2t_ids,
-        graph.t2i_ids,
-        row_of_image,
-        row_of_pair,
-        members.images,
-        pair_ids,
-        *_sketch(embeddings.images, members.images),
-        *_sketch(embeddings.texts, pair_ids),
+        captions,
+        images,
+        *_sketch(embeddings.images, members.images[rows]),
+        *_sketch(embeddings.texts, pair_ids[rows]),
+        np.searchsorted(region[rows], np.arange(region.max() + 2)).astype(np.int64),
     )
-    order, kinds = walk(network, rng.permutation(count), NEAR_BUDGET, FAR_BUDGET)
-    return order, {name: int((kinds[1:] == kind).sum()) for kind, name in enumerate(STEP_NAMES)}
+    order, kinds = walk(network, place[restarts])
+    return rows[order], {name: int((kinds[1:] == kind).sum()) for kind, name in enumerate(STEP_NAMES)}
 
 
-def _sketch(rows: Rows, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as (n, d) int8, and what each is scaled by, (n,) float32: exact enough to rank what a search meets."""
-    out, scales = np.empty((len(ids), rows.width), np.int8), np.empty(len(ids), np.float32)
-    for start in range(0, len(ids), _BLOCK):
+def _row_lists(ids: np.ndarray, keys: np.ndarray, row_of: np.ndarray, chosen: np.ndarray) -> np.ndarray:
+    """The graph's lists by row, with rows for ids.
+
+    Args:
+        ids: (anchors, k) int64, -1 pads. keys: (n,) int64, the line of ``ids`` of every row. row_of: (candidates,)
+            int32. chosen: (n,) int64, the candidate that stands for each row in this epoch.
+
+    Returns:
+        (n, k) int32, in which a row that is listed with another candidate than the chosen one may be passed through.
+    """
+    lists = np.empty((len(keys), ids.shape[1]), np.int32)
+
+    def fill(start: int) -> None:
         block = slice(start, start + _BLOCK)
-        values = torch.from_numpy(rows.take(ids[block]))
-        scale = values.abs().amax(dim=1).clamp(min=1e-12) / 127
-        scales[block] = scale.numpy()
-        out[block] = values.div_(scale[:, None]).round_().to(torch.int8).numpy()
-    return out, scales
+        _fill_lists(ids, keys[block], row_of, chosen, lists[block])
+
+    _in_blocks(fill, len(keys))
+    return lists
 
 
 @compiled
-def walk(network: Network, restarts: np.ndarray, near_budget: int, far_budget: int) -> tuple[np.ndarray, np.ndarray]:
+def _fill_lists(ids: np.ndarray, keys: np.ndarray, row_of: np.ndarray, chosen: np.ndarray, lists: np.ndarray) -> None:
+    for n in range(len(keys)):
+        for column in range(ids.shape[1]):
+            listed = ids[keys[n], column]
+            if listed < 0:
+                lists[n, column:] = PAD
+                break
+            row = row_of[listed]
+            lists[n, column] = row if chosen[row] == listed else ~row
+
+
+@compiled
+def _moved(lists: np.ndarray, rows: np.ndarray, place: np.ndarray) -> np.ndarray:
+    """The lists of ``rows``, in this order, naming each row by its ``place`` in it."""
+    moved = np.empty_like(lists)
+    for n in range(len(rows)):
+        for column in range(lists.shape[1]):
+            entry = lists[rows[n], column]
+            if entry == PAD:
+                moved[n, column:] = PAD
+                break
+            moved[n, column] = place[entry] if entry >= 0 else ~place[~entry]
+    return moved
+
+
+def _sketch(rows: Rows, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as (n, d) int8, and what each is scaled by, (n,) float32: exact enough to choose among the near."""
+    sketches, scales = np.empty((len(ids), rows.width), np.int8), np.empty(len(ids), np.float32)
+
+    def fill(start: int) -> None:
+        block = slice(start, start + _BLOCK)
+        _quantise(rows.take(ids[block]), sketches[block], scales[block])
+
+    _in_blocks(fill, len(ids))
+    return sketches, scales
+
+
+@compiled
+def _quantise(values: np.ndarray, sketches: np.ndarray, scales: np.ndarray) -> None:
+    for row in range(len(values)):
+        largest = np.float32(1e-12)
+        for d in range(values.shape[1]):
+            largest = max(largest, abs(values[row, d]))
+        scales[row] = largest / np.float32(127)
+        unit = np.float32(127) / largest
+        for d in range(values.shape[1]):
+            sketches[row, d] = np.int8(np.rint(values[row, d] * unit))
+
+
+def _in_blocks(fill: Callable[[int], None], count: int) -> None:
+    """Call ``fill`` with the start of every block, on all cores."""
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(fill, range(0, count, _BLOCK)))
+
+
+@compiled
+def walk(network: Network, restarts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The walk itself, on rows 0 .. n - 1.
 
     Args:
-        restarts: (n,) int64, a permutation; the walk starts at its first row, and restarts at its first unused one.
-        near_budget, far_budget: rows whose lists a search reads.
+        restarts: (n,) integers, a permutation; the walk starts at its first row, and restarts at its first unused one.
 
     Returns:
         The order (n,) int64, and how each of its rows was found, (n,) int8.
@@ -115,94 +180,62 @@ def walk(network: Network, restarts: np.ndarray, near_budget: int, far_budget: i
     order = np.empty(count, np.int64)
     kinds = np.empty(count, np.int8)
     used = np.zeros(count, np.bool_)
-    frontier = Frontier(np.empty(count, np.int64), np.empty(count, np.float32), np.full(count, -1, np.int64))
+    starts = network.starts
+    # The unused rows of a region are the first ones of its part of `live`, in any order.
+    live, place, left = np.arange(count), np.arange(count), np.diff(starts)
+    region = np.repeat(np.arange(len(left)), left)
     next_restart = 0
-    row, kind = restarts[0], BY_RESTART
+    row, kind = int(restarts[0]), BY_RESTART
     for step in range(count):
         order[step] = row
         kinds[step] = kind
         used[row] = True
+        mine = region[row]
+        left[mine] -= 1
+        begin, end = starts[mine], starts[mine] + left[mine]
+        live[place[row]] = live[end]
+        place[live[end]] = place[row]
         if step == count - 1:
             break
         from_image = step % 2 == 0
-        found, kind = _first_unused(network, row, from_image, used), BY_LIST
-        if found < 0:
-            found = _search(network, frontier, row, step, from_image, used, near_budget, far_budget)
+        row, kind = _first_unused(network.captions[row] if from_image else network.images[row], used), BY_LIST
+        if row < 0:
+            row = _nearest_of(network, order[step], from_image, live[begin:end])
             kind = BY_SEARCH
-        if found < 0:
+        if row < 0:
             while used[restarts[next_restart]]:
                 next_restart += 1
-            found, kind = restarts[next_restart], BY_RESTART
-        row = found
+            row, kind = int(restarts[next_restart]), BY_RESTART
     return order, kinds
 
 
 @compiled
-def _listed(network: Network, row: int, captions: bool) -> np.ndarray:
-    """The graph's list of ``row``: pair_ids near its image, or image_ids near its caption of the epoch."""
-    ids: np.ndarray = (
-        network.i2t_ids[network.image_of_row[row]] if captions else network.t2i_ids[network.pair_of_row[row]]
-    )
-    return ids
-
-
-@compiled
-def _first_unused(network: Network, row: int, from_image: bool, used: np.ndarray) -> int:
-    """The most similar unused row in the list of ``row``'s image or caption, or -1."""
-    for listed in _listed(network, row, from_image):
-        if listed < 0:
+def _first_unused(listed: np.ndarray, used: np.ndarray) -> int:
+    """The most similar unused row of a list, or -1."""
+    for entry in listed:
+        if entry == PAD:
             break
-        other: int = network.row_of_pair[listed] if from_image else network.row_of_image[listed]
-        of_this_epoch = not from_image or network.pair_of_row[other] == listed
-        if of_this_epoch and not used[other]:
-            return other
+        if entry >= 0 and not used[entry]:
+            row: int = entry
+            return row
     return -1
 
 
 @compiled
-def _search(
-    network: Network,
-    frontier: Frontier,
-    row: int,
-    step: int,
-    from_image: bool,
-    used: np.ndarray,
-    near_budget: int,
-    far_budget: int,
-) -> int:
-    """The best unused row that a best-first search around ``row`` meets, or -1.
+def _nearest_of(network: Network, row: int, from_image: bool, rows: np.ndarray) -> int:
+    """The one of ``rows`` whose caption is the most similar to the image of ``row``, or the other way round; or -1.
 
-    Similarity is that of ``row``'s image to the other rows' captions, or of its caption to their images.
+    Equal similarities go to the lower row.
     """
-    anchor = network.images[row] if from_image else network.texts[row]
-    others = network.texts if from_image else network.images
-    scales = network.text_scales if from_image else network.image_scales
-    frontier.seen[row] = step
-    found, node, size = -1, row, 0
-    best = np.float32(-np.inf)
-    for expanded in range(far_budget):
-        if found >= 0 and expanded >= near_budget:
-            break
-        for captions in (True, False):
-            ids = (
-                network.i2t_ids[network.image_of_row[node]] if captions else network.t2i_ids[network.pair_of_row[node]]
-            )
-            for listed in ids:
-                if listed < 0:
-                    break
-                other = network.row_of_pair[listed] if captions else network.row_of_image[listed]
-                if frontier.seen[other] == step:
-                    continue
-                frontier.seen[other] = step
-                sim = _dot(anchor, others[other]) * scales[other]
-                if not used[other] and (sim > best or (sim == best and other < found)):
-                    found, best = other, sim
-                _push(frontier, size, other, sim)
-                size += 1
-        if size == 0:
-            break
-        size -= 1
-        node = _pop(frontier, size)
+    if from_image:
+        anchor, sketches, scales = network.image_sketches[row], network.text_sketches, network.text_scales
+    else:
+        anchor, sketches, scales = network.text_sketches[row], network.image_sketches, network.image_scales
+    found, best = -1, np.float32(-np.inf)
+    for other in rows:
+        similarity = _dot(anchor, sketches[other]) * scales[other]
+        if similarity > best or (similarity == best and other < found):
+            found, best = other, similarity
     return found
 
 
@@ -214,38 +247,3 @@ def _dot(a: np.ndarray, b: np.ndarray) -> np.float32:
         total += np.int32(a[d]) * np.int32(b[d])
     product: np.float32 = np.float32(total)
     return product
-
-
-@compiled
-def _push(frontier: Frontier, size: int, row: int, sim: float) -> None:
-    """Add to a heap of ``size`` rows."""
-    rows, sims = frontier.rows, frontier.sims
-    place = size
-    while place > 0 and sims[(place - 1) >> 1] < sim:
-        rows[place] = rows[(place - 1) >> 1]
-        sims[place] = sims[(place - 1) >> 1]
-        place = (place - 1) >> 1
-    rows[place] = row
-    sims[place] = sim
-
-
-@compiled
-def _pop(frontier: Frontier, size: int) -> int:
-    """Take the most similar row out of a heap that holds ``size`` rows afterwards."""
-    rows, sims = frontier.rows, frontier.sims
-    top: int = rows[0]
-    row, sim, place = rows[size], sims[size], 0
-    while True:
-        child = 2 * place + 1
-        if child >= size:
-            break
-        if child + 1 < size and sims[child + 1] > sims[child]:
-            child += 1
-        if sims[child] <= sim:
-            break
-        rows[place] = rows[child]
-        sims[place] = sims[child]
-        place = child
-    rows[place] = row
-    sims[place] = sim
-    return top

@@ -16,12 +16,13 @@ from fnpipe.mining.chain import grit_order
 from fnpipe.mining.exact import exact_nearest
 from fnpipe.mining.graph import Graph, GraphConfig, build_graph
 from fnpipe.mining.members import read_members
-from fnpipe.mining.walk import BY_LIST, BY_RESTART, BY_SEARCH, FAR_BUDGET, NEAR_BUDGET, Network, walk, walk_graph
+from fnpipe.mining.regions import PAD
+from fnpipe.mining.walk import BY_LIST, BY_RESTART, BY_SEARCH, Network, walk, walk_graph
 from fnpipe.pipeline.embeddings import Embeddings
 
 
-def network_of(images: np.ndarray, texts: np.ndarray, k: int) -> Network:
-    """The network of n pairs whose ids are their rows, with exact lists."""
+def network_of(images: np.ndarray, texts: np.ndarray, k: int, region: int) -> Network:
+    """The network of n pairs with exact lists, and regions of so many rows in the order of the rows."""
     rows = np.arange(len(images))
     i2t, _ = exact_nearest(images, rows, lambda a, b: texts[a:b], rows, k)
     t2i, _ = exact_nearest(texts, rows, lambda a, b: images[a:b], rows, k)
@@ -31,7 +32,30 @@ def network_of(images: np.ndarray, texts: np.ndarray, k: int) -> Network:
         for scale in [np.abs(side).max(axis=1) / 127]
         for part in (np.rint(side / scale[:, None]).astype(np.int8), scale)
     ]
-    return Network(i2t, t2i, rows, rows, rows, rows, *sketches)
+    starts = np.append(rows[::region], len(rows))
+    return Network(*(np.where(ids < 0, PAD, ids).astype(np.int32) for ids in (i2t, t2i)), *sketches, starts)
+
+
+def walk_by_the_words(network, images, texts, restarts):
+    """First unused of the list, else the most similar unused row of the region, else the next unused restart."""
+    order, kinds, unused = [int(restarts[0])], [BY_RESTART], set(restarts.tolist()) - {int(restarts[0])}
+    while unused:
+        row, from_image = order[-1], len(order) % 2 == 1
+        listed = [int(r) for r in (network.captions if from_image else network.images)[row] if r in unused]
+        first = network.starts[np.searchsorted(network.starts, row, side="right") - 1]
+        last = network.starts[np.searchsorted(network.starts, row, side="right")]
+        near = [r for r in range(first, last) if r in unused]
+        if listed:
+            following, kind = listed[0], BY_LIST
+        elif near:
+            sims = texts[near] @ images[row] if from_image else images[near] @ texts[row]
+            following, kind = near[int(np.argmax(sims))], BY_SEARCH
+        else:
+            following, kind = next(int(r) for r in restarts if r in unused), BY_RESTART
+        order.append(following)
+        kinds.append(kind)
+        unused.remove(following)
+    return order, kinds
 
 
 def pairs_of(rng: np.random.Generator, n: int, topics: int = 20) -> tuple[np.ndarray, np.ndarray]:
@@ -48,34 +72,37 @@ def mean_similarity(order, images, texts):
 
 
 @settings(max_examples=25, deadline=None)
-@given(n=st.integers(1, 60), k=st.integers(1, 8), far=st.integers(1, 20), seed=st.integers(0, 2**32 - 1))
-def test_no_pair_is_drawn_twice_and_none_is_missing(n, k, far, seed):
+@given(n=st.integers(1, 60), k=st.integers(1, 8), region=st.integers(1, 20), seed=st.integers(0, 2**32 - 1))
+def test_the_walk_is_what_the_words_say_and_draws_every_pair_once(n, k, region, seed):
     rng = np.random.default_rng(seed)
-    network = network_of(*pairs_of(rng, n, topics=3), k)
+    # Whole numbers, so that the sketches are exact and their similarities tie.
+    images, texts = (np.append(rng.integers(-9, 10, (n, 5)), np.full((n, 1), 127), 1).astype(np.float32) for _ in "it")
+    network = network_of(images, texts, k, region)
     restarts = rng.permutation(n)
-    order, kinds = walk(network, restarts, 4, far)
+    order, kinds = walk(network, restarts)
+    assert (order.tolist(), kinds.tolist()) == walk_by_the_words(network, images, texts, restarts)
     assert sorted(order) == list(range(n))
-    assert order[0] == restarts[0]
-    assert set(kinds.tolist()) <= {BY_LIST, BY_SEARCH, BY_RESTART}
 
 
 @pytest.mark.parametrize("n", [2, 57, 300])
 def test_complete_lists_give_the_exact_chain(n):
     images, texts = pairs_of(np.random.default_rng(1), n)
     restarts = np.random.default_rng(2).permutation(n)
-    order, kinds = walk(network_of(images, texts, n), restarts, NEAR_BUDGET, FAR_BUDGET)
+    order, kinds = walk(network_of(images, texts, n, region=8), restarts)
     assert order.tolist() == grit_order(images, texts, start=int(restarts[0])).tolist()
     assert (kinds[1:] == BY_LIST).all()
 
 
-def test_short_lists_give_a_chain_nearly_as_similar_as_the_exact_one():
+def test_short_lists_give_a_chain_nearly_as_similar_as_the_exact_one(make_workspace: MakeWorkspace):
     images, texts = pairs_of(np.random.default_rng(3), 3000)
-    restarts = np.random.default_rng(4).permutation(3000)
-    order, kinds = walk(network_of(images, texts, 16), restarts, NEAR_BUDGET, FAR_BUDGET)
-    exact = mean_similarity(grit_order(images, texts, start=int(restarts[0])), images, texts)
+    workspace = make_workspace(3000, embeddings=(images, texts), images_per_shard=1000)
+    build_graph(workspace, GraphConfig(k=16))
+    embeddings, members = Embeddings.open(workspace), read_members(workspace)
+    order, steps = walk_graph(members, members.pair_ids, embeddings, Graph.open(workspace), np.random.default_rng(4))
+    exact = mean_similarity(grit_order(images, texts, start=int(order[0])), images, texts)
     assert mean_similarity(order, images, texts) > 0.985 * exact
-    assert (kinds[1:] == BY_RESTART).mean() <= 0.01
-    assert (kinds[1:] == BY_SEARCH).mean() > 0.01, "or the fall-back is not what this looks at"
+    assert steps["restart"] <= 0.01 * 3000
+    assert steps["fallback"] > 0.01 * 3000, "or the fall-back is not what this looks at"
 
 
 def test_a_caption_of_another_epoch_is_never_stepped_to_but_leads_on(make_workspace: MakeWorkspace):

@@ -169,10 +169,9 @@ def test_unknown_names_are_refused_with_the_nearest():
         build_model(ModelConfig(architecture="ViT-B-32", pretrained="laion2b_s34b_b79"))
 
 
-@pytest.mark.parametrize("name", ["roberta-ViT-B-32", "coca_ViT-B-32"])
-def test_towers_that_cannot_be_used_are_refused_in_one_line(name: str):
-    with pytest.raises(InputError, match=f"{name}: .*ViT-B-32"):
-        build_model(ModelConfig(architecture=name))
+def test_towers_that_cannot_be_used_are_refused_in_one_line():
+    with pytest.raises(InputError, match=r"roberta-ViT-B-32: .*ViT-B-32"):
+        build_model(ModelConfig(architecture="roberta-ViT-B-32"))
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,13 @@ class ItmDiscriminator:
         self, model: VLModel, *, precision: str = "fp32", encode_batch: int = 64, fuse_batch: int = 256
     ) -> None:
         """``precision`` bf16 or fp16 computes under autocast, p within about a hundredth of fp32's. The batch sizes
-        bound memory; a score depends on them by rounding alone (about 1e-6 in fp32)."""
+        bound memory; a score depends on them by rounding alone (about 1e-6 in fp32).
+
+        Raises:
+            InputError: the model is a CoCa, which has no matching head.
+        """
+        if model.captions:
+            raise InputError(f"itm: {model.config.architecture}: CoCa has no matching head; take a run with ITM")
         self._model = model.eval()
         self._device = model.temp.device
         self._dtype = _AUTOCAST[precision]

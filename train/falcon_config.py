@@ -56,14 +56,31 @@ def check_falcon(config: TrainConfig) -> None:
     if scheduler == FIXED and config.quantile is None:
         raise InputError("scheduler is fixed; say at which quantile, such as quantile=0.99")
     if scheduler != LEARNED:
-        for key in given.keys() & {*POLICY_KEYS, "reward"}:
+        for key in given.keys() & {*POLICY_KEYS}:
             raise InputError(f"{key} is {given[key]}, and a {scheduler} scheduler has no policy; leave it out")
     elif config.reward == MLM and config.mlm is False:
         raise InputError("mlm is off, and its decrease is the reward; leave mlm out, or take reward=itg with a CoCa")
-    elif config.reward == ITG and (config.mlm or config.itm):
+    if config.reward == ITG and (config.mlm or config.itm):
         raise InputError("reward is itg, for models that have a captioning loss and no MLM or ITM; leave mlm, itm out")
     if config.search_space is not None and config.batch_size is not None:
         require_multiple(config.search_space, config.batch_size)
+
+
+def check_reward(config: TrainConfig, architecture: str, captions: bool) -> None:
+    """
+    Args:
+        captions: the model is a CoCa.
+
+    Raises:
+        InputError: the model has another loss than the config rewards and trains.
+    """
+    if captions and config.reward != ITG:
+        raise InputError(
+            f"{architecture}: CoCa has captions in the place of ITM and MLM; train it with --method {FALCON} and "
+            f"reward={ITG}, or take a two-tower model, such as ViT-B-32"
+        )
+    if config.reward == ITG and not captions:
+        raise InputError(f"reward is {ITG}, and {architecture} has no captioning loss; take a CoCa, or leave it out")
 
 
 def require_multiple(search_space: int, batch_size: int) -> None:

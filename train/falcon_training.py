@@ -109,8 +109,7 @@ class Falcon:
     def _after(self, work: _Work) -> float:
         assert work.batch is not None
         assert work.seen is not None
-        assert work.seen.masked is not None
-        return float(self.step.mlm_again(work.batch, work.seen.masked))
+        return float(self.step.again(work.batch, work.seen.masked))
 
     def settle(self) -> None:
         """The step counts: its pairs are used, and its embeddings are those of the next epoch."""

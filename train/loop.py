@@ -23,6 +23,7 @@ from fnpipe.train.batches import share
 from fnpipe.train.con_d import load_discriminator
 from fnpipe.train.config import FREE_ON_RESUME, TINY, TrainConfig, make_config, resolve
 from fnpipe.train.evaluate import read_queries
+from fnpipe.train.falcon_config import check_reward
 from fnpipe.train.inputs import init_digest, open_inputs
 from fnpipe.train.pictures import fits_in_memory
 from fnpipe.train.processes import Processes, processes
@@ -125,6 +126,7 @@ def _prepare(
     options = {key: getattr(config, key) for key in of_model}
     model = starting_model(workspace, config.model, config.init, options)
     architecture = model.config.architecture
+    check_reward(config, architecture, model.captions)
     inputs = open_inputs(workspace, config, architecture)
     weights = model_file(config.init, workspace) if config.init is not None else None
     digests = {**inputs.digests, **init_digest(config.init, weights)}

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from fnpipe.pipeline.encoders import published_preprocessing
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.transform import Transform
-from fnpipe.train import tiny
+from fnpipe.train import coca, tiny
 from fnpipe.train.tensorfile import read_tensors, write_tensors
 from fnpipe.train.tokenizer import CaptionTokenizer, open_clip_tokenizer, tiny_tokenizer
 
@@ -47,7 +47,7 @@ class ModelConfig:
     """A tag of open_clip, or a local checkpoint file of the two towers."""
     image_size: int | None = None
     fusion_layers: int | None = None
-    """2 for fnpipe-tiny, else 6 (ALBEF)."""
+    """2 for fnpipe-tiny, else 6 (ALBEF); a CoCa has none, and None."""
     itc_loss: Literal["softmax", "sigmoid"] = "softmax"
     """``sigmoid`` adds SigLIP's learned bias to the model."""
     text_attention: Literal["own", "bidirectional"] | None = None
@@ -254,15 +254,16 @@ class VLModel(nn.Module):
         temp: () parameter, the temperature that similarities are divided by; see `clamp_temperature`.
         bias: () parameter, the sigmoid loss's, or None.
         embed_dim, text_width, image_width: widths e, dt (which the fusion encoder shares) and dv.
+        captions: a CoCa, whose captioning loss stands in the place of ITM and MLM.
     """
 
     def __init__(self, clip: nn.Module, tokenizer: CaptionTokenizer, config: ModelConfig) -> None:
         super().__init__()
-        assert config.fusion_layers is not None
         assert config.preprocess is not None
         assert config.image_size is not None
         inner: Any = clip
         self.clip, self.tokenizer, self.config = clip, tokenizer, config
+        self.captions = coca.is_coca(clip)
         self.text = TextTower(clip, tokenizer, two_way=config.text_attention == "bidirectional")
         self.image_size = config.image_size
         self.transform = Transform.of(config.preprocess)
@@ -271,7 +272,9 @@ class VLModel(nn.Module):
         self.embed_dim = self.text.embed_dim
 
         width, hidden = self.text_width, self.text.mlp_width
-        blocks = [FusionBlock(width, self.text.heads, self.image_width, hidden) for _ in range(config.fusion_layers)]
+        blocks = [
+            FusionBlock(width, self.text.heads, self.image_width, hidden) for _ in range(config.fusion_layers or 0)
+        ]
         self.fusion, self.fusion_norm = nn.ModuleList(blocks), nn.LayerNorm(width)
         self.itm_head = nn.Linear(width, 2)
         # BERT's masked-token head: a transform, then the token embedding as the output layer.
@@ -304,7 +307,7 @@ class VLModel(nn.Module):
     def encode_image(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(B, 3, H, W) prepared pictures -> tokens (B, P, image_width), embedding (B, e) of length 1."""
         visual: Any = self.clip.visual
-        tokens, pooled = _image_tokens(visual, pixels)
+        tokens, pooled = coca.image_tokens(self.clip, pixels) if self.captions else _image_tokens(visual, pixels)
         return tokens, F.normalize(pooled.float(), dim=-1)
 
     def encode_text(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -319,8 +322,19 @@ class VLModel(nn.Module):
 
     def embed_texts(self, ids: torch.Tensor) -> torch.Tensor:
         """The embedding of `encode_text` alone, without the second pass where the two differ."""
+        if self.captions:
+            return self.caption_tokens(ids)[1]
         tokens = self.text_tokens(ids) if self.text.two_way else torch.empty(0)
         return F.normalize(self.text.pooled(ids, self.tokenizer.lengths(ids), tokens).float(), dim=-1)
+
+    def caption_tokens(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of a CoCa: (B, L) ids -> causal tokens, as `captioning_loss` takes them, and the embedding (B, e)."""
+        pooled, tokens = coca.text_features(self.clip, ids, self.tokenizer)
+        return tokens, F.normalize(pooled.float(), dim=-1)
+
+    def captioning_loss(self, tokens: torch.Tensor, image_tokens: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Of a CoCa: how badly its decoder predicts the captions ``ids`` (B, L) from their images; ()."""
+        return coca.captioning_loss(self.clip, tokens, image_tokens, ids, self.tokenizer)
 
     def image_keys(self, image_tokens: torch.Tensor) -> Keys:
         """Cross-attention keys and values of every fusion layer, once for each image."""
@@ -378,7 +392,7 @@ def _build(config: ModelConfig, *, load_weights: bool) -> VLModel:
 
     tiny.register()
     name = config.architecture
-    layout = architecture_layout(name)
+    layout = architecture_layout(name, captions=True)
     pretrained = config.pretrained if load_weights else None
     tag = open_clip.get_pretrained_cfg(name, pretrained) if pretrained else {}
     # With the other activation a checkpoint is worth much less, and open_clip only warns.
@@ -398,6 +412,8 @@ def _build(config: ModelConfig, *, load_weights: bool) -> VLModel:
         if pretrained is None:
             raise
         raise InputError(_bad_checkpoint(name, pretrained, error)) from error
+    if coca.is_coca(clip) and pretrained is None:
+        coca.start_decoder(clip)
     context, vocabulary = layout["text_cfg"].get("context_length", 77), layout["text_cfg"].get("vocab_size", 49408)
     tokenizer = tiny_tokenizer(context) if name == tiny.TINY else open_clip_tokenizer(name, context, vocabulary)
     return VLModel(clip, tokenizer, _resolved(config, clip))
@@ -428,8 +444,9 @@ _PREPROCESS: dict[str, dict[str, Any]] = {
 }
 
 
-def architecture_layout(name: str) -> dict[str, Any]:
-    """open_clip's configuration of an architecture, refused in one line where the model cannot use it."""
+def architecture_layout(name: str, *, captions: bool = False) -> dict[str, Any]:
+    """open_clip's configuration of an architecture, refused in one line where it cannot be used; a CoCa can where its
+    ``captions`` are asked for."""
     import open_clip
 
     layout = open_clip.get_model_config(name) if name in open_clip.list_models() else None
@@ -439,7 +456,7 @@ def architecture_layout(name: str) -> dict[str, Any]:
         raise InputError(
             f"{name}: its text tower is a transformers model; take one with open_clip's own, such as ViT-B-32"
         )
-    if "multimodal_cfg" in layout:
+    if "multimodal_cfg" in layout and not captions:
         raise InputError(f"{name}: CoCa brings a decoder of its own; take a two-tower model, such as ViT-B-32")
     return layout  # type: ignore[no-any-return]
 
@@ -459,11 +476,13 @@ def _resolved(config: ModelConfig, clip: nn.Module) -> ModelConfig:
     visual: Any = clip.visual
     preprocess = {k: list(v) if isinstance(v, tuple) else v for k, v in visual.preprocess_cfg.items()}
     size = preprocess["size"]
+    tiny_one = config.architecture == tiny.TINY
+    keep_mask = coca.is_coca(clip) or (config.pretrained and config.text_attention is None)
     return replace(
         config,
         image_size=size[0] if isinstance(size, list) else size,
-        fusion_layers=config.fusion_layers or (2 if config.architecture == tiny.TINY else 6),
-        text_attention=config.text_attention or ("own" if config.pretrained else "bidirectional"),
+        fusion_layers=None if coca.is_coca(clip) else config.fusion_layers or (2 if tiny_one else 6),
+        text_attention="own" if keep_mask else config.text_attention or "bidirectional",
         preprocess=preprocess,
     )
 
@@ -482,6 +501,8 @@ def load_model(path: str | Path) -> VLModel:
         InputError: no such file, or not a model file of ours.
     """
     tensors, metadata = read_tensors(Path(path))
+    if str(metadata.get("format")).startswith("fnpipe-frozen"):
+        raise InputError(f"{path}: a network on frozen embeddings ({metadata['method']}), which reads no pictures")
     if metadata.get("format") != _FORMAT:
         raise InputError(f"{path}: not a model saved by fnpipe (format {metadata.get('format')!r})")
     stored = json.loads(metadata["config"])

@@ -12,6 +12,7 @@ from torch import nn
 
 from fnpipe.train.agreement import hardest_pairs
 from fnpipe.train.batches import Batch
+from fnpipe.train.coca import CAPTION_WEIGHT
 from fnpipe.train.masking import IGNORED, mask_tokens
 from fnpipe.train.model import Keys, VLModel
 from fnpipe.train.objectives import (
@@ -33,6 +34,7 @@ class StepConfig:
     """What a step computes; see `TrainConfig` for the meaning of each field.
 
     Attributes:
+        itg: the captioning loss of a CoCa.
         dtype: of the autocast regions; None: float32 throughout.
         gather_world, gather_rank: processes whose embeddings ITC gathers, and the place of this one; 1 and 0: none.
     """
@@ -45,6 +47,7 @@ class StepConfig:
     dtype: torch.dtype | None
     gather_world: int = 1
     gather_rank: int = 0
+    itg: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ class TrainStep(nn.Module):
             image_tokens, images = self.model.encode_image(self.transform.normalise(batch.pixels))
             if self.config.itm:
                 text_tokens, texts = self.model.encode_text(batch.ids)
+            elif self.config.itg:
+                text_tokens, texts = self.model.caption_tokens(batch.ids)
             else:
                 text_tokens, texts = torch.empty(0), self.model.embed_texts(batch.ids)
         with torch.autocast(device_type, enabled=False):
@@ -135,6 +140,8 @@ class TrainStep(nn.Module):
                 )
                 masked = Masked(ids, labels, texts_asked, decisions.mlm_images)
                 losses["mlm"] = self._mlm(masked, mask, keys)
+            if self.config.itg:
+                losses["itg"] = self._itg(text_tokens, image_tokens, batch)
         self.seen = Seen(images.detach(), texts.detach(), masked)
         total = torch.stack(list(losses.values())).sum()
         return total, {name: loss.detach() for name, loss in losses.items()}, decisions
@@ -144,14 +151,20 @@ class TrainStep(nn.Module):
         fused = self.model.fuse(self.model.text_tokens(masked.ids), mask[masked.texts], keys, masked.images)
         return mlm_loss(self.model.mlm_logits(fused[hidden]), masked.labels[hidden])
 
+    def _itg(self, text_tokens: torch.Tensor, image_tokens: torch.Tensor, batch: StepInput) -> torch.Tensor:
+        return CAPTION_WEIGHT * self.model.captioning_loss(text_tokens, image_tokens, batch.ids)
+
     @torch.no_grad()
-    def mlm_again(self, batch: StepInput, masked: Masked) -> torch.Tensor:
-        """The MLM loss of an earlier forward pass, its masks and its pairs, under the weights of now; ().
+    def again(self, batch: StepInput, masked: Masked | None) -> torch.Tensor:
+        """The generative loss of an earlier forward pass under the weights of now: MLM with its masks and its pairs, or
+        captioning; ().
 
         Nothing else is computed: one pass of the image tower, one of the text tower, and own pairs in the fusion.
         """
         with torch.autocast(batch.pixels.device.type, dtype=self.config.dtype, enabled=self.config.dtype is not None):
             image_tokens, _ = self.model.encode_image(self.transform.normalise(batch.pixels))
+            if masked is None:
+                return self._itg(self.model.caption_tokens(batch.ids)[0], image_tokens, batch)
             return self._mlm(masked, self.model.text_mask(batch.ids), self.model.image_keys(image_tokens))
 
     def _contrast(

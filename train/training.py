@@ -26,6 +26,7 @@ from fnpipe.train.checkpoints import load_state, save_state, save_weights, trunc
 from fnpipe.train.config import TrainConfig
 from fnpipe.train.evaluate import Queries, evaluate_model
 from fnpipe.train.falcon_batches import FalconSource
+from fnpipe.train.falcon_config import ITG
 from fnpipe.train.falcon_training import Falcon
 from fnpipe.train.inputs import Inputs
 from fnpipe.train.log import Log, plot_losses, plot_quantiles, read_metrics
@@ -356,7 +357,8 @@ class Training:
         return f"epoch {epoch + 1} of {self.config.epochs}: {', '.join(said)}"
 
     def _loss_names(self) -> list[str]:
-        flags = {"itm": self.config.itm, "mlm": self.config.mlm, "consistency": self.config.consistency}
+        config = self.config
+        flags = {"itm": config.itm, "mlm": config.mlm, "itg": config.reward == ITG, "consistency": config.consistency}
         return ["loss", "itc", *(name for name, used in flags.items() if used)]
 
     def _finish(self, name: str, seconds: float) -> dict[str, Any]:
@@ -409,6 +411,7 @@ def _step_config(config: TrainConfig, inputs: Inputs, group: Processes) -> StepC
         dtype=_DTYPES[config.precision],
         gather_world=group.world if gathering else 1,
         gather_rank=group.rank if gathering else 0,
+        itg=config.reward == ITG,
     )
 
 

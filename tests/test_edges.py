@@ -148,5 +148,12 @@ def test_lookup_agrees_with_a_dictionary_at_ids_beyond_32_bits(n_pairs, rows, as
     lookup = EdgeLookup(n_pairs, keys, p, label_candidates(p, 0.5, 0.8))
     asked = [(i, j % n_pairs) for i, j in asked] + list(rows)
     found, label = lookup.find(np.array([a[0] for a in asked], np.int64), np.array([a[1] for a in asked], np.int64))
-    for (i, j), got, code in zip(asked, found, label, strict=True):
-        assert (np.isnan(got) and code == UNSCORED) if (i, j) not in rows else got == np.float32(rows[i, j])
+    for combination, got, code in zip(asked, found, label, strict=True):
+        if combination in rows:
+            expected = np.float32(rows[combination])
+            assert got == expected
+            # The float32 next to 0.5 and 0.8.
+            assert code == (NEGATIVE if expected < 0.5 else POSITIVE if expected > np.float32(0.8) else AMBIGUOUS)
+        else:
+            assert np.isnan(got)
+            assert code == UNSCORED

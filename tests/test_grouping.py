@@ -18,6 +18,7 @@ from fnpipe.mining.grouping import (
     plan_epochs,
     read_plan,
 )
+from fnpipe.mining.members import read_members
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
@@ -127,6 +128,13 @@ def test_captions_take_turns_evenly(clustered):
     image_of = clustered.read_pairs(["pair_id", "image_id"], split="train")
     for pair, image in zip(image_of["pair_id"].to_pylist(), image_of["image_id"].to_pylist(), strict=True):
         assert seen[pair] == 6 // counts[image]
+
+
+def test_the_first_epoch_shows_any_of_an_images_captions(make_workspace: MakeWorkspace):
+    members = read_members(make_workspace(200, captions=3))
+    shown = members.captions_of_epoch(0, seed=0) % 3
+    assert min(np.bincount(shown, minlength=3)) > 40
+    assert (members.captions_of_epoch(0, seed=1) % 3 != shown).any()
 
 
 def test_random_plans_need_no_embeddings_and_grit_plans_do(make_workspace: MakeWorkspace):

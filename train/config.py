@@ -463,7 +463,7 @@ def _yaml_value(text: str, where: str) -> Any:
 
     try:
         return yaml.safe_load(text) if text.strip() else text
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         raise InputError(f"{where}: cannot be read as a YAML value; quote it") from None
 
 
@@ -476,7 +476,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: {error.strerror or error}; give --config a YAML file") from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: not UTF-8 text; give --config a YAML file") from None
-    except yaml.YAMLError as error:
+    # A date of the 99th day, or a number of more digits than Python takes, is a ValueError.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         raise InputError(f"{path}: not YAML{f' (line {mark.line + 1})' if mark else ''}") from None
     if values is None:

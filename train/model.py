@@ -503,14 +503,19 @@ def load_model(path: str | Path) -> VLModel:
     tensors, metadata = read_tensors(Path(path))
     if str(metadata.get("format")).startswith("fnpipe-frozen"):
         raise InputError(f"{path}: a network on frozen embeddings ({metadata['method']}), which reads no pictures")
-    if str(metadata.get("format")).startswith("fnpipe-frozen"):
-        raise InputError(f"{path}: a network on frozen embeddings ({metadata['method']}), which reads no pictures")
     if metadata.get("format") != _FORMAT:
         raise InputError(f"{path}: not a model saved by fnpipe (format {metadata.get('format')!r})")
-    stored = json.loads(metadata["config"])
+    try:
+        stored = dict(json.loads(metadata["config"]))
+    except (KeyError, ValueError, TypeError, RecursionError):
+        raise InputError(f"{path}: damaged (no config of a model)") from None
     unknown = sorted(set(stored) - {field.name for field in fields(ModelConfig)})
     if unknown:
         raise InputError(f"{path}: saved by a newer fnpipe, with the settings {', '.join(unknown)}; update fnpipe")
-    model = _build(ModelConfig(**stored), load_weights=False)
-    model.load_state_dict(tensors)
+    try:
+        model = _build(ModelConfig(**stored), load_weights=False)
+        model.load_state_dict(tensors)
+    except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+        # A config that is none fails wherever it is used first.
+        raise InputError(f"{path}: damaged, not a whole model ({' '.join(str(error).split())[:200]})") from error
     return model.eval()

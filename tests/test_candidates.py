@@ -102,6 +102,30 @@ def test_equal_similarities_go_to_the_lower_slot():
     assert nearest_slots(anchors, others, forbidden, 4).tolist() == [[[2, 4, -1, -1]]]
 
 
+def test_the_best_of_many_slots_come_in_order():
+    rng = np.random.default_rng(0)
+    anchors, others = rng.normal(size=(1, 3, 4)), rng.normal(size=(1, 400, 4))
+    forbidden = rng.random((1, 3, 400)) < 0.1
+    got = nearest_slots(anchors.astype(np.float32), others.astype(np.float32), forbidden, 60)
+    for anchor in range(3):
+        sims = others[0] @ anchors[0, anchor]
+        allowed = np.flatnonzero(~forbidden[0, anchor])
+        assert got[0, anchor].tolist() == allowed[np.argsort(-sims[allowed])][:60].tolist()
+
+
+def test_batches_larger_than_a_block_are_taken_in_tiles(make_workspace: MakeWorkspace, tmp_path, monkeypatch):
+    from fnpipe.mining import candidates
+
+    rng = np.random.default_rng(1)
+    workspace = make_workspace(11, captions=2, embeddings=(rng.normal(size=(11, 6)), rng.normal(size=(22, 6))))
+    embeddings = Embeddings.open(workspace)
+    batches = [[(i, 2 * i) for i in range(8)], [(i, 2 * i + 1) for i in range(3, 11)]]
+    monkeypatch.setattr(candidates, "_BLOCK_ELEMENTS", 24)  # of a batch of 8, three anchors at a time
+    write_runs(tmp_path / "runs", [("epoch 0", PlanProposer(workspace, embeddings, 3).propose(plan_table(batches)))])
+    expected = proposed_by_loop(embeddings, np.repeat(np.arange(11), 2), [True] * 22, [batches], 3)
+    assert as_dict(CandidateRuns(tmp_path / "runs", 22).between(0, 11)) == expected
+
+
 def test_graph_neighbours_skip_recorded_pairs_and_pads_and_yield_to_the_plan(make_workspace: MakeWorkspace, tmp_path):
     rng = np.random.default_rng(0)
     embeddings = (rng.normal(size=(4, 5)), rng.normal(size=(5, 5)))

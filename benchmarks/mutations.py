@@ -89,7 +89,7 @@ def check(tree: Path, faults: Sequence[Fault]) -> dict[str, object]:
             sys.exit(f"{' '.join(tests)}: exit {code} without any fault\n{output}")
     survivors = []
     for number, fault in enumerate(faults):
-        code, output = run_fault(tree, fault, cache=tree / f"numba-{number}")
+        code, output = run_fault(tree, fault, number)
         caught = code in (1, -signal.SIGXCPU)
         if not caught and code != 0:
             sys.exit(f"{fault.file}: {fault.says}: exit {code}\n{output}")
@@ -115,17 +115,22 @@ def copy_project(tree: Path) -> Path:
     return tree
 
 
-def run_fault(tree: Path, fault: Fault, cache: Path) -> tuple[int, str]:
-    """Run the tests of ``fault`` with it; the file is as it was afterwards."""
+def run_fault(tree: Path, fault: Fault, number: int) -> tuple[int, str]:
+    """Run the tests of ``fault`` with it; the file is as it was afterwards. Every fault has its own ``number``."""
     path = tree / "fnpipe" / fault.file
     text = path.read_text()
     if text.count(fault.old) != 1:
         sys.exit(f"{fault.file}: {fault.says}: {text.count(fault.old)} places instead of one have {fault.old!r}")
-    path.write_text(text.replace(fault.old, fault.new))
+    modified = path.stat().st_mtime
     try:
-        return run_tests(tree, fault.tests, cache if "@compiled" in text else tree / "numba", faulty=path)
+        path.write_text(text.replace(fault.old, fault.new))
+        # Python takes its compiled code as fresh by second and size, which a fault may share with the file or another.
+        os.utime(path, (modified, modified + 60 * (number + 1)))
+        fresh = tree / f"numba-{number}"
+        return run_tests(tree, fault.tests, fresh if "@compiled" in text else tree / "numba", faulty=path)
     finally:
         path.write_text(text)
+        os.utime(path, (modified, modified))
 
 
 def run_tests(tree: Path, tests: Sequence[str], cache: Path, faulty: Path | None = None) -> tuple[int, str]:
@@ -149,9 +154,7 @@ def _in_fork(tree: Path, tests: Sequence[str], cache: Path, faulty: Path | None,
     os.dup2(output, 2)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 5))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Python tells a stale .pyc by second and size, which a fault of the same length may share with the file.
-    sys.dont_write_bytecode = True
-    os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "NUMBA_CACHE_DIR": str(cache)}
+    os.environ |= {"PYTHONPATH": str(tree), "NUMBA_CACHE_DIR": str(cache)}
     sys.path.insert(0, str(tree))
     os.chdir(tree)
     # The same examples for every fault, and none spent on making a failing one smaller.

@@ -111,7 +111,7 @@ class Chain:
         regime = self.regime
         if kind == "weak":
             return f"itm:{self._start(weak_seed(regime, self.run))}"
-        if regime.shipped:
+        if regime.shipped_con_d:
             return "itm:demo"
         return f"itm:{self._trained('con-d', regime.con_d_init, regime.con_d_seed, regime.con_d_epochs)}"
 

@@ -29,12 +29,13 @@ class Regime:
         runs: the repetitions. train, test: pictures, with one caption each.
         emoji: the pictures come from this directory (``pairs.json``, ``truth.parquet``) instead of being drawn; then
             ``train`` and ``runs``' data seeds say nothing.
-        shipped: start from the encoder that ships with fnpipe, and judge with its Con-D, instead of training both.
+        shipped: start from the encoder that ships with fnpipe instead of a warm start of one's own.
+        shipped_con_d: judge with the Con-D that ships with fnpipe: 26 epochs, from its own seed, on other scenes.
         noise: share of the training pairs whose captions change places.
         backbone_steps: of the image tower's warm-up, on other scenes; one for all runs, as a downloaded one would be.
         start_init, con_d_init: ``backbone``, that tower and else fresh weights; ``demo``; None: fresh weights.
         start_epochs, start_lr: of the warm start, on random batches: where every branch of a run begins.
-        con_d_epochs, con_d_seed: Con-D is trained apart, on random batches of the same pairs, at ``start_lr``.
+        con_d_epochs, con_d_seed: else Con-D is trained apart, on random batches of the same pairs, at ``start_lr``.
         mlm: train masked tokens.
         small, large: M of the two search spaces that are trained on. spaces: M where only false negatives are counted.
         epochs, lr, warm_up_steps: of a branch. candidates: per anchor, direction and planned batch, to be judged.
@@ -45,6 +46,7 @@ class Regime:
     test: int = 1000
     emoji: str | None = None
     shipped: bool = False
+    shipped_con_d: bool = True
     noise: float = 0.0
     backbone_steps: int = 1200
     start_init: str | None = "backbone"
@@ -172,6 +174,7 @@ def emoji(directory: str) -> Regime:
         emoji=directory,
         test=500,
         start_init="demo",
+        shipped_con_d=False,
         con_d_init=None,
         start_epochs=20,
         start_lr=1.5e-3,

@@ -157,7 +157,7 @@ def test_runs_on_the_same_data_share_con_d_and_the_image_tower_but_not_the_start
     monkeypatch.setattr(demo_checkpoints, "WARM_UP_STEPS", 2)
     runs = (Run(1, 0), Run(1, 2))
     sizes = {"train": 64, "small": 32, "large": 64, "spaces": (32,), "backbone_steps": 2}
-    regime = replace(MINIMAL, runs=runs, shipped=False, start_epochs=1, con_d_epochs=1, **sizes)
+    regime = replace(MINIMAL, runs=runs, shipped=False, shipped_con_d=False, start_epochs=1, con_d_epochs=1, **sizes)
     rows = {name: row for name, row in main_rows(regime).items() if name in ("learned-64", "weak-64")}
     effect.work(tmp_path, regime, rows, [0, 2], [])
     names = sorted(path.name for path in (tmp_path / "data-1" / "runs").iterdir() if not path.name.startswith("."))

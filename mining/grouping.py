@@ -204,12 +204,17 @@ def plan_path(stage: Stage, epoch: int) -> Path:
 
 def plan_epochs(stage: Stage) -> int:
     """How many epochs the finished plan ``stage`` has."""
-    return int(stage.require()["params"]["epochs"])
+    return max(1, stage.number("params", "epochs"))
 
 
 def read_plan(stage: Stage, epoch: int) -> pa.Table:
     """The plan of a training epoch (``PLAN_SCHEMA``, in batch and slot order), taken modulo the planned epochs."""
-    return atomic.read_table(plan_path(stage, epoch % plan_epochs(stage))).cast(PLAN_SCHEMA)
+    path = plan_path(stage, epoch % plan_epochs(stage))
+    plan = atomic.read_table(path, schema=PLAN_SCHEMA, filled=PLAN_SCHEMA.names)
+    for name, limit in (("image_id", stage.workspace.n_images), ("pair_id", stage.workspace.n_pairs)):
+        if len(plan) and not 0 <= plan[name].to_numpy().min() <= plan[name].to_numpy().max() < limit:
+            raise InputError(f"{path}: damaged ({name} outside of 0 to {limit - 1}); make it again with --overwrite")
+    return plan
 
 
 def plan_epoch(
@@ -264,7 +269,7 @@ def cut_batches(
 
 
 # Rows of embeddings read at a time, and bytes of similarities alive at a time.
-_READ_ROWS = 1 << 16
+_READ_ROWS = 1 << 15
 _SIM_BYTES = 1 << 31
 
 
@@ -298,11 +303,21 @@ def _chain_spaces(
 def _read_spaces(
     image_ids: np.ndarray, pair_ids: np.ndarray, embeddings: Embeddings, shuffled: np.ndarray, search_space: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Rows, image and text embeddings of one search space after the other, read for many spaces at a time."""
+    """Rows, image and text embeddings of one search space after the other; many are read at a time, ahead of use."""
+    embeddings.images.warm()
+    embeddings.texts.warm()
     stride = max(1, _READ_ROWS // search_space) * search_space
-    for start in range(0, len(shuffled), stride):
+
+    def read(start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         rows = shuffled[start : start + stride]
-        images, texts = embeddings.images.take(image_ids[rows]), embeddings.texts.take(pair_ids[rows])
-        for low in range(0, len(rows), search_space):
-            space = slice(low, low + search_space)
-            yield rows[space], images[space], texts[space]
+        return rows, embeddings.images.take(image_ids[rows]), embeddings.texts.take(pair_ids[rows])
+
+    with ThreadPoolExecutor(1) as reader:
+        ahead = reader.submit(read, 0)
+        for start in range(stride, len(shuffled) + stride, stride):
+            rows, images, texts = ahead.result()
+            if start < len(shuffled):
+                ahead = reader.submit(read, start)
+            for low in range(0, len(rows), search_space):
+                space = slice(low, low + search_space)
+                yield rows[space], images[space], texts[space]

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import UnionType
 from typing import Any
 
-from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.errors import InputError
 from fnpipe.train.falcon_config import (
     FALCON,
     FIXED,
@@ -29,6 +27,7 @@ from fnpipe.train.falcon_config import (
     check_falcon,
     resolve_falcon,
 )
+from fnpipe.train.values import check_bounds, check_choices, given_values, typed
 
 TINY = "fnpipe-tiny"
 # fnpipe-tiny makes about ten steps of 64 a second on one core: this many take minutes.
@@ -239,17 +238,8 @@ class TrainConfig:
     baseline: str = "moving"
 
     def __post_init__(self) -> None:
-        for key, choices in CHOICES.items():
-            value = getattr(self, key)
-            if value not in choices and not (value is None and key in _OPEN_CHOICES):
-                raise InputError(
-                    f"{key} is {value!r}; choose from {', '.join(choices)}{nearest(str(value), [*choices])}"
-                )
-        for key, low, high in _BOUNDS:
-            value = getattr(self, key)
-            if value is not None and not low <= value <= high:
-                bounds = f"be at least {low}" if high == _INF else f"lie between {low} and {high}"
-                raise InputError(f"{key} is {value}; it must {bounds}")
+        check_choices(self, CHOICES, _OPEN_CHOICES)
+        check_bounds(self, _BOUNDS)
         check_falcon(self)
 
     @property
@@ -311,18 +301,7 @@ def read_values(
     Raises:
         InputError: an unknown key (with the nearest known one), a value of the wrong type, a key given twice.
     """
-    values = _read_yaml(Path(file)) if file is not None else {}
-    given = {key: value for key, value in flags.items() if value is not None}
-    for text in assignments:
-        key, equals, value = text.partition("=")
-        key = key.strip().replace("-", "_")
-        if not equals:
-            raise InputError(f"--set {text}: write --set key=value")
-        if key in given:
-            raise InputError(f"--set {text}: {key} was given already")
-        given[key] = _yaml_value(value, f"--set {text}")
-    values |= given
-    return {key: typed(key, value) for key, value in values.items()}
+    return {key: typed(key, value, TrainConfig) for key, value in given_values(flags, assignments, file).items()}
 
 
 def make_config(values: Mapping[str, Any]) -> TrainConfig:
@@ -334,31 +313,6 @@ def make_config(values: Mapping[str, Any]) -> TrainConfig:
     if "method" not in values:
         raise InputError(f"no method; give --method {'|'.join(METHODS)}")
     return TrainConfig(**values)
-
-
-def typed(key: str, value: Any) -> Any:
-    """``value`` as the type that ``key`` has; ints pass as floats, and texts of numbers as numbers.
-
-    Raises:
-        InputError: there is no such key, or the value is of another kind.
-    """
-    hints = typing.get_type_hints(TrainConfig)
-    if key not in hints:
-        raise InputError(f"unknown key {key!r}{nearest(key, sorted(hints))}; `fnpipe train --keys` lists them")
-    optional = isinstance(hints[key], UnionType)
-    kind = next(t for t in typing.get_args(hints[key]) or (hints[key],) if t is not type(None))
-    if value is None and optional:
-        return None
-    if kind is bool and isinstance(value, bool):
-        return value
-    if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
-        return str(value)
-    if kind in (int, float) and isinstance(value, str | int | float) and not isinstance(value, bool):
-        # YAML 1.1 reads 1e-4 as text: it wants a dot.
-        number = _number(value)
-        if number is not None and (kind is float or number.is_integer()):
-            return kind(value) if kind is int and isinstance(value, int) else kind(number)
-    raise InputError(f"{key} is {value!r}; it takes {_KIND_NAMES[kind]}")
 
 
 def resolve(
@@ -433,55 +387,3 @@ def resolve(
         clip_norm=config.clip_norm if config.clip_norm is not None else (0.0 if config.method == FALCON else 5.0),
         **resolve_falcon(config, batch_size, tiny),
     )
-
-
-def describe_keys() -> list[tuple[str, str, str]]:
-    """Every key with its type and default, in the order of the config."""
-    hints = typing.get_type_hints(TrainConfig)
-    rows = []
-    for field in dataclasses.fields(TrainConfig):
-        kind = next(t for t in typing.get_args(hints[field.name]) or (hints[field.name],) if t is not type(None))
-        kind_name = "|".join(CHOICES[field.name]) if field.name in CHOICES else kind.__name__
-        default = "" if field.default is dataclasses.MISSING else "chosen" if field.default is None else field.default
-        rows.append((field.name, kind_name, str(default)))
-    return rows
-
-
-_KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
-
-
-def _number(value: str | int | float) -> float | None:
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _yaml_value(text: str, where: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(text) if text.strip() else text
-    except (yaml.YAMLError, ValueError, RecursionError):
-        raise InputError(f"{where}: cannot be read as a YAML value; quote it") from None
-
-
-def _read_yaml(path: Path) -> dict[str, Any]:
-    import yaml
-
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror or error}; give --config a YAML file") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: not UTF-8 text; give --config a YAML file") from None
-    # A date of the 99th day, or a number of more digits than Python takes, is a ValueError.
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        raise InputError(f"{path}: not YAML{f' (line {mark.line + 1})' if mark else ''}") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise InputError(f"{path}: holds no `key: value` lines")
-    return {str(key).replace("-", "_"): value for key, value in values.items()}

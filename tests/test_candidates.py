@@ -145,6 +145,36 @@ def test_graph_neighbours_skip_recorded_pairs_and_pads_and_yield_to_the_plan(mak
     }
 
 
+def test_the_graphs_ranks_count_only_where_no_plan_proposed_the_row(make_workspace: MakeWorkspace, tmp_path):
+    rng = np.random.default_rng(2)
+    workspace = make_workspace(6, embeddings=(rng.normal(size=(6, 5)), rng.normal(size=(6, 5))))
+    embeddings = Embeddings.open(workspace)
+    i2t, t2i = (np.stack([rng.permutation(6) for _ in range(6)]) for _ in "it")
+    batches, proposer = [[(i, i) for i in range(6)]], PlanProposer(workspace, embeddings, 2)
+    sources = [("plan", proposer.propose(plan_table(batches))), ("graph", proposer.propose_graph(i2t, t2i, 3))]
+    write_runs(tmp_path / "runs", sources)
+    found = as_dict(CandidateRuns(tmp_path / "runs", 6).between(0, 6))
+    planned = proposed_by_loop(embeddings, np.arange(6), [True] * 6, [batches], 2)
+    assert {combination: found[combination] for combination in planned} == planned
+
+    def graph_rank(lists, anchor, other):
+        near = [n for n in lists[anchor].tolist() if n != anchor][:3]
+        return near.index(other) if other in near else None
+
+    unplanned = {(i, j): row for (i, j), row in found.items() if (i, j) not in planned}
+    assert unplanned == {(i, j): [graph_rank(i2t, i, j), graph_rank(t2i, j, i), 1] for i, j in unplanned}
+    crossings = {(i, j) for i in range(6) for j in range(6) if i != j}
+    asked = {(i, j) for i, j in crossings if graph_rank(i2t, i, j) is not None or graph_rank(t2i, j, i) is not None}
+    assert unplanned.keys() == asked - planned.keys()
+
+
+def test_a_row_whose_caption_is_another_images_proposes_nothing(make_workspace: MakeWorkspace, tmp_path):
+    workspace = make_workspace(3, embeddings=(np.eye(3), np.eye(3)))
+    proposer = PlanProposer(workspace, Embeddings.open(workspace), 2)
+    write_runs(tmp_path / "runs", [("epoch 0", proposer.propose(plan_table([[(0, 0), (1, 2), (2, 2)]])))])
+    assert as_dict(CandidateRuns(tmp_path / "runs", 3).between(0, 3)).keys() == {(0, 2), (2, 0)}
+
+
 def test_an_empty_plan_proposes_nothing(make_workspace: MakeWorkspace, tmp_path):
     workspace = make_workspace(2, embeddings=(np.eye(2), np.eye(2)))
     proposer = PlanProposer(workspace, Embeddings.open(workspace), 8)

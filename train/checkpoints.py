@@ -55,6 +55,7 @@ def save_state(
     scaler: torch.amp.GradScaler,
     average: VLModel | None,
     falcon: Stateful | None = None,
+    vacsr: Stateful | None = None,
 ) -> None:
     """Write ``last.state`` and ``last.safetensors``.
 
@@ -69,6 +70,7 @@ def save_state(
         "scaler": scaler.state_dict(),
         "average": None if average is None else average.state_dict(),
         "falcon": None if falcon is None else falcon.state_dict(),
+        "vacsr": None if vacsr is None else vacsr.state_dict(),
     }
     with atomic.replacing(directory / CHECKPOINTS / STATE) as temporary:
         torch.save(state, temporary)
@@ -82,6 +84,7 @@ def load_state(
     scaler: torch.amp.GradScaler,
     average: VLModel | None,
     falcon: Stateful | None = None,
+    vacsr: Stateful | None = None,
 ) -> Position:
     """Put a run back to its last checkpoint; the first position, and nothing changed, where there is none.
 
@@ -101,6 +104,8 @@ def load_state(
             average.load_state_dict(state["average"])
         if falcon is not None:
             falcon.load_state_dict(state["falcon"])
+        if vacsr is not None:
+            vacsr.load_state_dict(state["vacsr"])
         return Position(**state["position"])
     except OSError:
         raise

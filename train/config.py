@@ -117,6 +117,8 @@ class TrainConfig:
             ``smoothing_start_epoch``, counted from 0.
         grad_checkpointing: compute activations again in the backward pass instead of keeping them.
         consistency: weight of GRIT's consistency loss (0.2 in the paper; off by default).
+        vacsr: weight of VACSR's loss on the two embeddings, its network trained along with the towers; 0: none. The
+            network is saved beside the weights, for ``vacsr:RUN`` on embeddings of this run.
         gather: ITC over the batches of all ranks instead of the local one.
         lr: peak learning rate (None: 1.5e-3 for fnpipe-tiny, else 1e-4); the cosine ends at ``min_lr_ratio`` of it.
         weight_decay: not on norms, biases, and the temperature.
@@ -199,6 +201,7 @@ class TrainConfig:
     smoothing_start_epoch: int = 1
     grad_checkpointing: bool = False
     consistency: float = 0.0
+    vacsr: float = 0.0
     gather: bool = False
     lr: float | None = None
     min_lr_ratio: float = 0.1
@@ -268,6 +271,7 @@ _BOUNDS: tuple[tuple[str, float, float], ...] = (
     ("smoothing", 0.0, 1.0),
     ("smoothing_start_epoch", 0, _INF),
     ("consistency", 0.0, _INF),
+    ("vacsr", 0.0, _INF),
     ("lr", 0.0, _INF),
     ("min_lr_ratio", 0.0, 1.0),
     ("weight_decay", 0.0, _INF),

@@ -238,7 +238,9 @@ class FrozenTraining:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(_seed(config.seed, _START))
             self.net = config.make_net(inputs.embeddings.width).to(device)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), config.lr, weight_decay=config.weight_decay)
+        self.optimizer = torch.optim.AdamW(
+            self.net.parameters(), config.lr, weight_decay=config.weight_decay, fused=True
+        )
         self.position = self._load()
         truncate(directory / METRICS, self.position.log_bytes)
         self.log = Log(directory, config.tensorboard, self.position.step)

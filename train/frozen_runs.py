@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.pipeline.encoders import digest_weights
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.adapter import AdapterNet
 from fnpipe.train.frozen_config import ADAPTER, FROZEN_METHODS, VACSR
+from fnpipe.train.model import VLModel
 from fnpipe.train.runs import checkpoint_path, find_run, read_run_config
 from fnpipe.train.tensorfile import read_tensors, write_tensors
 from fnpipe.train.vacsr import VacsrNet
@@ -28,8 +30,8 @@ class FrozenModel:
 
     Attributes:
         method: ``vacsr`` or ``adapter``.
-        source: ``embeddings`` (the name), ``digest``, ``width``, and of the encoder ``model pretrained weights``, as
-            far as they are known.
+        source: ``embeddings`` (the name), ``width``, and of the encoder ``model pretrained weights``, as far as they are
+            known.
     """
 
     method: str
@@ -93,6 +95,22 @@ def load_frozen(path: Path) -> FrozenModel:
     return FrozenModel(method, net.eval().requires_grad_(False), json.loads(metadata["source"]))
 
 
+def beside(weights: Path) -> Path:
+    """Where the network lies that was trained along with the model in the file ``weights``."""
+    return weights.with_suffix(".vacsr")
+
+
+def save_beside(weights: Path, net: VacsrNet, model: VLModel) -> None:
+    """Write a network that belongs to the embeddings of ``model``."""
+    source = {
+        "embeddings": weights.parent.parent.name,
+        "width": net.width,
+        "model": model.config.architecture,
+        "weights": digest_weights(model),
+    }
+    save_frozen(beside(weights), FrozenModel(VACSR, net, source))
+
+
 def run_path(workspace: Workspace, name: str) -> Path:
     """The directory of a run: of this workspace by its name, of another one by its path.
 
@@ -118,13 +136,17 @@ def is_frozen_run(directory: Path) -> bool:
 def load_frozen_run(
     workspace: Workspace, name: str, method: str | None = None, checkpoint: str = "best-or-last"
 ) -> FrozenModel:
-    """The network of a run, named as in `run_path`.
+    """The network of a run, named as in `run_path`: what it trained, or what it trained along with a model.
 
     Raises:
         InputError: there is no such run or checkpoint, or it is of another method than asked for.
     """
     directory = run_path(workspace, name)
     found = method_of_run(directory)
+    if method == VACSR and found not in FROZEN_METHODS:
+        path = beside(checkpoint_path(directory, checkpoint))
+        if path.is_file():
+            return load_frozen(path)
     if found != method if method is not None else found not in FROZEN_METHODS:
         wanted = method or " or ".join(FROZEN_METHODS)
         raise InputError(f"{directory}: a run of {found}; name one that was trained with --method {wanted}")

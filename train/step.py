@@ -27,6 +27,7 @@ from fnpipe.train.objectives import (
     mlm_loss,
     sigmoid_itc_loss,
 )
+from fnpipe.train.vacsr import LossConfig, SeededNoise, VacsrNet, vacsr_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class StepConfig:
     """What a step computes; see `TrainConfig` for the meaning of each field.
 
     Attributes:
-        itg: the captioning loss of a CoCa.
+        itg: the captioning loss of a CoCa. vacsr: weight of VACSR's.
         dtype: of the autocast regions; None: float32 throughout.
         gather_world, gather_rank: processes whose embeddings ITC gathers, and the place of this one; 1 and 0: none.
     """
@@ -48,6 +49,7 @@ class StepConfig:
     gather_world: int = 1
     gather_rank: int = 0
     itg: bool = False
+    vacsr: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,7 @@ class TrainStep(nn.Module):
 
     Attributes:
         seen: what the last forward pass left behind.
+        vacsr: the network on the product of the embeddings, if its loss is asked for.
     """
 
     seen: Seen | None = None
@@ -101,6 +104,7 @@ class TrainStep(nn.Module):
         self.model = model
         self.config = config
         self.transform = model.transform
+        self.vacsr = VacsrNet(model.embed_dim, model.embed_dim).to(model.temp.device) if config.vacsr else None
 
     def forward(
         self, batch: StepInput, smoothing: float, generator: torch.Generator
@@ -108,7 +112,7 @@ class TrainStep(nn.Module):
         """The losses of a batch.
 
         Args:
-            smoothing: S-ITC's a in this step. generator: on the CPU, for the masks of MLM.
+            smoothing: S-ITC's a in this step. generator: on the CPU, for MLM's masks and VACSR's draws.
 
         Returns:
             The sum of the losses, (); each loss by name, (), detached; what was decided.
@@ -142,6 +146,9 @@ class TrainStep(nn.Module):
                 losses["mlm"] = self._mlm(masked, mask, keys)
             if self.config.itg:
                 losses["itg"] = self._itg(text_tokens, image_tokens, batch)
+        if self.vacsr is not None:
+            with torch.autocast(device_type, enabled=False):
+                losses["vacsr"] = self._vacsr(self.vacsr, images, texts, batch, decisions, generator)
         self.seen = Seen(images.detach(), texts.detach(), masked)
         total = torch.stack(list(losses.values())).sum()
         return total, {name: loss.detach() for name, loss in losses.items()}, decisions
@@ -153,6 +160,21 @@ class TrainStep(nn.Module):
 
     def _itg(self, text_tokens: torch.Tensor, image_tokens: torch.Tensor, batch: StepInput) -> torch.Tensor:
         return CAPTION_WEIGHT * self.model.captioning_loss(text_tokens, image_tokens, batch.ids)
+
+    def _vacsr(
+        self,
+        net: VacsrNet,
+        images: torch.Tensor,
+        texts: torch.Tensor,
+        batch: StepInput,
+        decisions: Decisions,
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        """Mined positives are positives. Drawn last, so that the masks are those of a run without it."""
+        positive = batch.recorded | decisions.positives_i2t | decisions.positives_t2i.T
+        key = int(torch.randint(2**62, (), generator=generator))
+        noise = SeededNoise((key,), net, images.device, normal=True)
+        return self.config.vacsr * vacsr_loss(net, images, texts, positive, noise, LossConfig())[0]
 
     @torch.no_grad()
     def again(self, batch: StepInput, masked: Masked | None) -> torch.Tensor:

@@ -28,13 +28,14 @@ from fnpipe.train.evaluate import Queries, evaluate_model
 from fnpipe.train.falcon_batches import FalconSource
 from fnpipe.train.falcon_config import ITG
 from fnpipe.train.falcon_training import Falcon
+from fnpipe.train.frozen_runs import save_beside
 from fnpipe.train.inputs import Inputs
 from fnpipe.train.log import Log, plot_losses, plot_quantiles, read_metrics
 from fnpipe.train.model import VLModel
 from fnpipe.train.objectives import Decisions, EcmConfig
 from fnpipe.train.pictures import FittedPictures
 from fnpipe.train.processes import Processes
-from fnpipe.train.runs import CONFIG, METRICS
+from fnpipe.train.runs import CHECKPOINTS, CONFIG, METRICS
 from fnpipe.train.step import (
     StepConfig,
     StepInput,
@@ -88,12 +89,15 @@ class Training:
         self.parallel: Any = self.step
         if group.world > 1:
             self.parallel = DistributedDataParallel(self.step, find_unused_parameters=not whole)
-        self.optimizer = torch.optim.AdamW(parameter_groups(model, config.weight_decay), lr=0.0, fused=True)
+        # The step's parameters are the model's and, behind them, VACSR's.
+        self.optimizer = torch.optim.AdamW(parameter_groups(self.step, config.weight_decay), lr=0.0, fused=True)
         self.scaler = torch.amp.GradScaler(group.device.type, enabled=config.precision == "fp16")
         # What is evaluated and saved for use: the model itself, or the exponential mean of its weights.
         self.average = copy.deepcopy(model).requires_grad_(False) if config.ema_decay else None
         self.falcon = self._make_falcon()
-        self.position = load_state(directory, model, self.optimizer, self.scaler, self.average, self.falcon)
+        self.position = load_state(
+            directory, model, self.optimizer, self.scaler, self.average, self.falcon, self.step.vacsr
+        )
         if config.compile:
             compile_blocks(model)
         # So that a process that starts a moment later does not read a state that is newer than the others'.
@@ -198,7 +202,7 @@ class Training:
                 self._require_finite(measured[-1]["loss"], "loss", [batch])
                 self.scaler.scale(total / len(batches)).backward()
         self.scaler.unscale_(self.optimizer)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), config.clip_norm or math.inf))
+        norm = float(torch.nn.utils.clip_grad_norm_(self.step.parameters(), config.clip_norm or math.inf))
         if not self.scaler.is_enabled():
             self._require_finite(norm, "gradient", batches)
         temperature = float(self.model.temp.detach())
@@ -308,7 +312,20 @@ class Training:
         if self.log is None:
             return
         self.position.log_bytes = self.log.length()
-        save_state(self.directory, self.position, self.model, self.optimizer, self.scaler, self.average, self.falcon)
+        vacsr = self.step.vacsr
+        save_state(
+            self.directory, self.position, self.model, self.optimizer, self.scaler, self.average, self.falcon, vacsr
+        )
+        self._save_vacsr("last")
+
+    def _save_weights(self, name: str) -> None:
+        save_weights(self.directory, name, self.product)
+        self._save_vacsr(name)
+
+    def _save_vacsr(self, name: str) -> None:
+        """Write VACSR's network, if there is one, beside the weights to whose embeddings it belongs."""
+        if self.step.vacsr is not None:
+            save_beside(self.directory / CHECKPOINTS / f"{name}.safetensors", self.step.vacsr, self.product)
 
     def _end_epoch(self, epoch: int) -> None:
         """Evaluate where it is time to, keep the best weights, and say how it goes."""
@@ -318,7 +335,7 @@ class Training:
         if self.log is not None:
             figures = self._evaluate(epoch) if due else {}
             if config.keep_every and (epoch + 1) % config.keep_every == 0:
-                save_weights(self.directory, f"epoch-{epoch:03d}", self.product)
+                self._save_weights(f"epoch-{epoch:03d}")
             self.report(self._epoch_line(epoch, figures))
         self.group.wait()
 
@@ -344,7 +361,7 @@ class Training:
         score = deciding.get("map_at_r", deciding["rsum"])
         if self.queries.on != TEST and (self.position.best is None or score > self.position.best):
             self.position.best = score
-            save_weights(self.directory, "best", self.product)
+            self._save_weights("best")
         return deciding
 
     def _epoch_line(self, epoch: int, figures: Mapping[str, float]) -> str:
@@ -359,6 +376,7 @@ class Training:
     def _loss_names(self) -> list[str]:
         config = self.config
         flags = {"itm": config.itm, "mlm": config.mlm, "itg": config.reward == ITG, "consistency": config.consistency}
+        flags["vacsr"] = config.vacsr
         return ["loss", "itc", *(name for name, used in flags.items() if used)]
 
     def _finish(self, name: str, seconds: float) -> dict[str, Any]:
@@ -412,6 +430,7 @@ def _step_config(config: TrainConfig, inputs: Inputs, group: Processes) -> StepC
         gather_world=group.world if gathering else 1,
         gather_rank=group.rank if gathering else 0,
         itg=config.reward == ITG,
+        vacsr=config.vacsr,
     )
 
 

@@ -67,10 +67,7 @@ def _print_report(report: Report, summary: dict[str, Any]) -> None:
     if report.incomparable:
         console.print(f"The figures may not be comparable: the runs differ in {', '.join(report.incomparable)}.")
     if len(found) > 1:
-        keys = [key.removeprefix("config.") for key in report.differences if key.startswith("config.")]
-        console.print(
-            f"Their configurations differ in {', '.join(keys)}." if keys else "Their configurations are equal."
-        )
+        _print_differences(console, report)
     page = summary["html"]
     console.print(f"{page['path']}: {page['size_bytes'] / 1024:,.0f} KiB" if page else "Plots: add --html report.html")
 

@@ -21,7 +21,7 @@ from fnpipe.train.runs import CONFIG, METRICS, read_run_config
 
 # What places a line in the run, and is no measure of it.
 _PLACES = frozenset({"kind", "step", "epoch", "batch"})
-# Points of a curve: each is the mean over as many steps as make this many of the longest run.
+# Points of a curve: each is the mean over an equal stretch of its run.
 POINTS = 60
 # The parts of config.json in which runs may differ; the rest is what came out.
 _PARTS = ("config", "data", "model", "source", "inputs", "torch")
@@ -235,13 +235,9 @@ def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def thinned(series: Series, points: int = POINTS, last: float | None = None) -> tuple[np.ndarray, np.ndarray]:
-    """Means over equal stretches of steps: (m,) steps, m <= points, and (m,) values.
-
-    Args:
-        last: the step at which the longest run ends, so that all runs get stretches of one length.
-    """
-    end = max(last or 0.0, float(series.step[-1]), 1.0)
+def thinned(series: Series, points: int = POINTS) -> tuple[np.ndarray, np.ndarray]:
+    """Means over equal stretches of the run up to the last step: (m,) steps, m <= points, and (m,) values."""
+    end = max(float(series.step[-1]), 1.0)
     cell = np.minimum(((series.step - 1).clip(0) / end * points).astype(np.int64), points - 1)
     cells, inverse = np.unique(cell, return_inverse=True)
     counts = np.bincount(inverse)

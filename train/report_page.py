@@ -96,8 +96,9 @@ def render_report(report: Report) -> str:
         f"<title>{text(f'Runs: {names}')}</title>\n<style>{style}</style>\n</head>\n<body>\n"
         f"<header><h1>{len(report.runs)} {'run' if len(report.runs) == 1 else 'runs'} side by side</h1></header>\n"
         f"<main>\n{''.join(_sections(report))}</main>\n"
-        f"<footer>Written by fnpipe report. Curves of steps are means over {POINTS} equal stretches of the longest "
-        "run; a vertical axis that does not begin at 0 says so.</footer>\n</body>\n</html>\n"
+        f"<footer>Written by fnpipe report. A point of a curve over steps is the mean of a {POINTS}th of its run; the "
+        "end is the mean of the last twentieth; a vertical axis that does not begin at 0 says so.</footer>\n"
+        "</body>\n</html>\n"
     )
 
 
@@ -269,9 +270,14 @@ def _value(value: Any) -> str:
     return text(said)
 
 
+def _is_drawn(name: str) -> bool:
+    """A figure of the lists that training changes, or one that only its method knows."""
+    part, _, figure = name.partition("_")
+    return (part in LISTS and part != "frozen" and figure in _DRAWN) or part not in LISTS
+
+
 def _retrieval(runs: Sequence[Run]) -> str:
-    names = [name for name in _evaluation_names(runs) if name.partition("_")[2] in _DRAWN or "_" not in name]
-    names += [name for name in _evaluation_names(runs) if name.partition("_")[0] not in LISTS and name not in names]
+    names = [name for name in _evaluation_names(runs) if _is_drawn(name)]
     end = max((float(s.epoch[-1]) for run in runs for s in run.evaluations.values()), default=1.0)
     panels = []
     for name in names:
@@ -292,7 +298,6 @@ def _step_panels(runs: Sequence[Run], titles: Mapping[str, str]) -> str:
     """A panel for every measure that a run has, over steps; over images where a step is not the same for all."""
     per_step = {run.images_per_step for run in runs}
     by_images = len(per_step) > 1 and None not in per_step
-    last = max((run.last_step for run in runs), default=1)
     scale = [float(run.images_per_step or 1) if by_images else 1.0 for run in runs]
     end = max((run.last_step * by for run, by in zip(runs, scale, strict=True)), default=1.0)
     panels = []
@@ -302,7 +307,7 @@ def _step_panels(runs: Sequence[Run], titles: Mapping[str, str]) -> str:
             series = run.steps.get(name)
             if series is None:
                 continue
-            x, y = thinned(series, last=last)
+            x, y = thinned(series)
             curves.append(Curve(run.name, place, x * scale[place], y))
             rows.append([_name(place, run), digits(end_value(series)), _range(series)])
         if curves:

@@ -1,23 +1,27 @@
 """What MAFA costs in training when its judgements are looked up, and what the loader and the look-up cost.
 
-    python benchmarks/train.py                                          # fnpipe-tiny on a CPU, a minute or two
-    python benchmarks/train.py --model albef-base --batch 128 --device cuda --precision bf16 --blip
+    python benchmarks/train.py                                       # ALBEF's proportions on two cores, some minutes
+    python benchmarks/train.py --model fnpipe-tiny --batch 64 --rounds 12 --no-blip      # a minute
+    python benchmarks/train.py --batch 128 --rounds 12 --device cuda --precision bf16
 
 Steps of `grit`, of `mafa` with precomputed edges, and of MAFA with Con-D run inside the step are timed in turn on the
-same random batches: forward, backward, AdamW. Every combination has a score, and a tenth of the hardest negatives is a
-positive (the share that was met is printed). Con-D has the model's own shape, and with ``--blip`` BLIP-base's at 384 px
-(random weights, the ``blip`` extra). A ratio compares wall clocks on a GPU and CPU seconds on a CPU, which other jobs
-do not disturb. The last line is JSON.
+same random batches: forward, backward, AdamW. A ratio is the median over the rounds, of CPU seconds on a CPU, which
+other jobs hardly disturb, and of wall clocks on a GPU. Every combination has a score, and about a tenth of the hardest
+negatives is a positive (the share that was met is printed). Con-D has the model's own shape, and BLIP-base's at 384 px
+(random weights, the ``blip`` extra). The last line is JSON.
+
+Measured: see train.md beside this.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import io
 import json
-import resource
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -74,11 +78,16 @@ def make_batches(model: VLModel, size: int, n: int, device: torch.device) -> lis
 class Steps:
     """Training steps of one model in one of the ways that are compared."""
 
-    def __init__(self, model: VLModel, ecm: EcmConfig, dtype: torch.dtype | None, judge: Judge | None = None) -> None:
-        self.step = TrainStep(
-            model, StepConfig(itm=True, mlm=True, ecm=ecm, mask_rate=0.5, consistency=0.0, dtype=dtype)
-        )
-        self.optimizer = torch.optim.AdamW(parameter_groups(model, 0.02), lr=1e-6, fused=True)
+    def __init__(
+        self,
+        model: VLModel,
+        optimizer: torch.optim.Optimizer,
+        ecm: EcmConfig,
+        dtype: torch.dtype | None,
+        judge: Judge | None = None,
+    ) -> None:
+        config = StepConfig(itm=True, mlm=True, ecm=ecm, mask_rate=0.5, consistency=0.0, dtype=dtype)
+        self.step, self.optimizer = TrainStep(model, config), optimizer
         self.dtype, self.judge, self.positives, self.hardest = dtype, judge, 0, 0
 
     def run(self, batch: StepInput, number: int, scored: bool) -> None:
@@ -142,37 +151,53 @@ def blip_judge(device: torch.device) -> Judge:
 
 
 def time_steps(arguments: argparse.Namespace) -> dict[str, float]:
-    """Median seconds of a step in every way, as ratios."""
+    """Seconds of a step in every way, as ratios."""
     device = torch.device(arguments.device)
     dtype = {"fp32": None, "bf16": torch.bfloat16}[arguments.precision]
     torch.manual_seed(0)
     model = build_model(ModelConfig(architecture=arguments.model)).to(device).train()
-    con_d = build_model(ModelConfig(architecture=arguments.model)).to(device).eval()
+    con_d = copy.deepcopy(model).eval()
+    # One optimiser for all ways: its states alone are twice the model.
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.02), lr=1e-6, fused=True)
+    mafa = Steps(model, optimizer, EcmConfig(), dtype)
     ways = {
-        "grit": (Steps(model, PLAIN, dtype), False),
-        "mafa": (Steps(model, EcmConfig(), dtype), True),
-        "online": (Steps(model, EcmConfig(), dtype, own_shape_judge(con_d)), True),
+        "grit": (Steps(model, optimizer, PLAIN, dtype), False),
+        "mafa": (mafa, True),
+        "online": (Steps(model, optimizer, EcmConfig(), dtype, own_shape_judge(con_d)), True),
     }
     if arguments.blip:
-        ways["online_blip"] = (Steps(model, EcmConfig(), dtype, blip_judge(device)), True)
-    batches, clock = make_batches(model, arguments.batch, 4, device), Clock(device)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(arguments.steps + 2):
-        for name, (steps, scored) in ways.items():
-            start = clock.now()
-            steps.run(batches[number % len(batches)], number, scored)
-            # The first rounds pay for allocations and kernels.
-            if number >= 2:
-                seconds[name].append(clock.now() - start)
-    median = {name: float(np.median(values)) for name, values in seconds.items()}
-    mafa = ways["mafa"][0]
-    print("step, ms: " + ", ".join(f"{name} {1000 * value:.1f}" for name, value in median.items()))
-    print(f"share of hardest negatives mined positive: {mafa.positives / mafa.hardest:.1%}")
-    found = {"mafa_vs_grit": median["mafa"] / median["grit"], "positive_share": mafa.positives / mafa.hardest}
-    found["online_vs_precomputed"] = median["online"] / median["mafa"]
+        ways["online_blip"] = (Steps(model, optimizer, EcmConfig(), dtype, blip_judge(device)), True)
+    batches = make_batches(model, arguments.batch, arguments.rounds, device)
+    # The first round pays for allocations and kernels.
+    time_round(ways, batches[0], 0, Clock(device))
+    mafa.positives = mafa.hardest = 0
+    rounds = []
+    for number, batch in enumerate(batches):
+        rounds.append(time_round(ways, batch, number, Clock(device)))
+        print("step, s: " + ", ".join(f"{name} {value:.3f}" for name, value in rounds[-1].items()), flush=True)
+    share = mafa.positives / mafa.hardest
+    print(f"share of hardest negatives mined positive: {share:.1%}")
+
+    def ratio(way: str, to: str) -> float:
+        return float(np.median([seconds[way] / seconds[to] for seconds in rounds]))
+
+    found = {"mafa_vs_grit": ratio("mafa", "grit"), "positive_share": share}
+    found["online_vs_precomputed"] = ratio("online", "mafa")
     if arguments.blip:
-        found["online_blip_vs_precomputed"] = median["online_blip"] / median["mafa"]
+        found["online_blip_vs_precomputed"] = ratio("online_blip", "mafa")
     return found
+
+
+def time_round(ways: dict[str, tuple[Steps, bool]], batch: StepInput, number: int, clock: Clock) -> dict[str, float]:
+    """Seconds of one step in every way, beginning with another way in every round."""
+    names = list(ways)
+    seconds: dict[str, float] = {}
+    for name in names[number % len(names) :] + names[: number % len(names)]:
+        steps, scored = ways[name]
+        start = clock.now()
+        steps.run(batch, number, scored)
+        seconds[name] = clock.now() - start
+    return {name: seconds[name] for name in names}
 
 
 def time_loader(images: int, rounds: int = 3) -> dict[str, float]:
@@ -231,33 +256,37 @@ def time_lookup(edges: int, batch: int = 128, rounds: int = 30) -> dict[str, flo
     lookup = EdgeLookup(n_pairs, keys, np.zeros(edges, np.float32), np.zeros(edges, np.int8))
     held = (lookup.keys.nbytes + lookup.match_probability.nbytes + lookup.labels.nbytes) / 2**30
     del keys
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    seconds = []
+    seconds, grown = [], 0.0
     for _ in range(rounds):
         images, pairs = rng.integers(0, n_images, batch), rng.integers(0, n_pairs, batch)
         start = time.process_time()
         lookup.find(images[:, None], pairs[None, :])
         seconds.append(time.process_time() - start)
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**20
+        tracemalloc.start()
+        lookup.find(images[:, None], pairs[None, :])
+        grown = max(grown, tracemalloc.get_traced_memory()[1] / 2**30)
+        tracemalloc.stop()
     milliseconds = 1000 * float(np.median(seconds))
-    print(f"look-up of {batch} x {batch} in {edges:,}: {milliseconds:.2f} ms, arrays {held:.2f} GiB, {grown:.2f} more")
+    print(f"look-up of {batch} x {batch} in {edges:,}: {milliseconds:.2f} ms, arrays {held:.2f} GiB, {grown:.3f} more")
     return {"lookup_ms": milliseconds, "lookup_gib": held + grown}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="fnpipe-tiny")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--model", default="albef-base")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5, help="steps in every way")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--images", type=int, default=512, help="pictures that the loader reads")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--images", type=int, default=256, help="pictures that the loader reads")
     parser.add_argument("--edges", type=int, default=100_000_000)
-    parser.add_argument("--blip", action="store_true", help="time Con-D of BLIP-base's shape as well")
+    parser.add_argument(
+        "--blip", action=argparse.BooleanOptionalAction, default=True, help="Con-D of BLIP-base's shape"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    found = {**time_steps(arguments), **time_loader(arguments.images), **time_lookup(arguments.edges)}
+    found = {**time_lookup(arguments.edges), **time_loader(arguments.images), **time_steps(arguments)}
     print(json.dumps({key: round(value, 4) for key, value in found.items()}))
 
 

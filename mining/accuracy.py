@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fnpipe.mining.edges import DISCRIMINATOR, POSITIVE, SOURCES, codes_in, edge_parts
+from fnpipe.mining.edges import DISCRIMINATOR, POSITIVE, SOURCES, codes_in, edge_parts, read_part
 from fnpipe.mining.labels import labels_of
 from fnpipe.mining.members import read_members
 from fnpipe.mining.truth import Truth
-from fnpipe.pipeline import atomic
 from fnpipe.pipeline.workspace import Stage, Workspace
 
 # Enough to tell one true combination in a hundred thousand from none.
@@ -125,7 +124,7 @@ def stage_against_truth(stage: Stage, truth: Truth, thresholds: tuple[float, flo
     stage.require()
     columns: list[list[np.ndarray]] = [[], [], [], [], []]
     for path in edge_parts(stage):
-        part = atomic.read_table(path, columns=_COLUMNS)
+        part = read_part(stage, path, _COLUMNS)
         p, sources = part["match_probability"].to_numpy(), codes_in(part["source"], SOURCES)
         labels = labels_of(part, thresholds)
         true = truth.matches(part["image_id"].to_numpy(), part["pair_id"].to_numpy())

@@ -38,6 +38,8 @@ EDGES_SCHEMA = pa.schema(
     ]
 )
 
+_FILLED = tuple(name for name in EDGES_SCHEMA.names if name not in ("rank_i2t", "rank_t2i", "uncertainty"))
+
 RECORDED_SCHEMA = pa.schema([("pair_id", pa.int64()), ("match_probability", pa.float32())])
 
 
@@ -88,6 +90,26 @@ def edge_parts(stage: Stage) -> list[Path]:
     return sorted(stage.path.glob("part-*.parquet"), key=lambda path: (len(path.name), path.name))
 
 
+def read_part(stage: Stage, path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+    """One part of ``edges/<name>/``: the columns asked for (all without ``columns``), typed as in ``EDGES_SCHEMA``.
+
+    Raises:
+        InputError: it is damaged: other columns, nulls, ids that the workspace has not, a p outside of [0, 1].
+    """
+    table = atomic.read_table(path, columns, EDGES_SCHEMA, filled=_FILLED)
+    limits = {"image_id": stage.workspace.n_images - 1, "pair_id": stage.workspace.n_pairs - 1, "match_probability": 1}
+    for name, limit in limits.items():
+        if len(table) and name in table.column_names:
+            values = table[name].to_numpy()
+            # A NaN fails this comparison as well.
+            if not 0 <= values.min() <= values.max() <= limit:
+                raise InputError(f"{path}: damaged ({name} outside of 0 to {limit}); make it again with --overwrite")
+    for name, known in (("label", LABELS), ("source", SOURCES)):
+        if name in table.column_names and (codes_in(table[name], known) == UNSCORED).any():
+            raise InputError(f"{path}: damaged (an unknown {name}); make it again with --overwrite")
+    return table
+
+
 def read_edges(stage: Stage, columns: Sequence[str] | None = None) -> pa.Table:
     """All judged connections, sorted by image_id, then match_probability descending.
 
@@ -100,7 +122,7 @@ def read_edges(stage: Stage, columns: Sequence[str] | None = None) -> pa.Table:
     stage.require()
     names = list(columns) if columns is not None else EDGES_SCHEMA.names
     schema = pa.schema([EDGES_SCHEMA.field(name) for name in names])
-    parts = [atomic.read_table(path, columns=names).cast(schema) for path in edge_parts(stage)]
+    parts = [read_part(stage, path, names) for path in edge_parts(stage)]
     # Every part brings its own dictionary; one for all lets a caller compare indices.
     return pa.concat_tables(parts).unify_dictionaries() if parts else schema.empty_table()
 
@@ -139,7 +161,7 @@ class EdgeLookup:
         keys = np.empty(ends[-1], np.int64)
         match_probability, labels = np.empty(ends[-1], np.float32), np.empty(ends[-1], np.int8)
         for path, first, end in zip(parts, ends[:-1], ends[1:], strict=True):
-            table = atomic.read_table(path, columns=["image_id", "pair_id", "match_probability", "label"])
+            table = read_part(stage, path, ["image_id", "pair_id", "match_probability", "label"])
             found = combination_keys(table["image_id"].to_numpy(), table["pair_id"].to_numpy(), n_pairs)
             # Images ascend from part to part, so that this puts all of them in order.
             order = np.argsort(found)

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fnpipe.mining.edges import LABELS, NEGATIVE, POSITIVE, codes_in, edge_parts
+from fnpipe.mining.edges import LABELS, NEGATIVE, POSITIVE, codes_in, edge_parts, read_part
 from fnpipe.pipeline import atomic, lock
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.storage import read_ranges
@@ -135,7 +135,7 @@ def _records(workspace: Workspace, edges: Stage) -> Iterator[list[_ImageRecord]]
         for image_id, caption, *rest in zip(*(column.to_pylist() for column in pairs.columns), strict=True):
             captions.setdefault(image_id, []).append(caption)
             where[image_id] = (rest[0], rest[1], rest[2])
-        positives, negatives = _judged(path, captions)
+        positives, negatives = _judged(edges, path, captions)
         places = list(where.values())
         url = workspace.shard_url(shard)
         data = read_ranges([url] * len(places), [place[1] for place in places], [place[2] for place in places])
@@ -154,9 +154,9 @@ def _records(workspace: Workspace, edges: Stage) -> Iterator[list[_ImageRecord]]
 Judged = dict[int, list[tuple[str, float]]]
 
 
-def _judged(path: Path, recorded: dict[int, list[str]]) -> tuple[Judged, Judged]:
+def _judged(edges: Stage, path: Path, recorded: dict[int, list[str]]) -> tuple[Judged, Judged]:
     """Positive and negative captions of every image of a part, equal ones once, most probable first."""
-    table = atomic.read_table(path, columns=["image_id", "caption", "match_probability", "label"])
+    table = read_part(edges, path, ["image_id", "caption", "match_probability", "label"])
     labels = codes_in(table["label"], LABELS)
     out: dict[int, Judged] = {POSITIVE: {}, NEGATIVE: {}}
     seen: set[tuple[int, str]] = {(image_id, text) for image_id, texts in recorded.items() for text in texts}

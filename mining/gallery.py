@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 from PIL import Image
 
 from fnpipe.mining.accuracy import EdgeAccuracy, stage_against_truth
-from fnpipe.mining.edges import AMBIGUOUS, IDENTITY, POSITIVE, SOURCES, codes_in, edge_parts
+from fnpipe.mining.edges import AMBIGUOUS, IDENTITY, POSITIVE, SOURCES, codes_in, edge_parts, read_part
 from fnpipe.mining.labels import labels_of
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline import atomic
@@ -129,7 +129,7 @@ def _read_connections(edges: Stage, thresholds: tuple[float, float] | None) -> d
     columns = ["image_id", "pair_id", "caption", "similarity", "match_probability", "label", "source"]
     parts = []
     for path in edge_parts(edges):
-        table = atomic.read_table(path, columns=columns)
+        table = read_part(edges, path, columns)
         label, identical = labels_of(table, thresholds), codes_in(table["source"], SOURCES) == IDENTITY
         kind = np.where(identical, 2, np.where(label == POSITIVE, 0, np.where(label == AMBIGUOUS, 1, -1)))
         table = table.drop_columns(["label", "source"]).append_column("kind", pa.array(kind, pa.int8()))

@@ -96,9 +96,9 @@ class Graph:
     def __init__(self, stage: Stage) -> None:
         self.meta = stage.require()
         self.stage = stage
-        self.k = int(self.meta["params"]["k"])
-        self.i2t_ids, self.i2t_sims = _mapped(stage.path, "i2t")
-        self.t2i_ids, self.t2i_sims = _mapped(stage.path, "t2i")
+        self.k = stage.number("params", "k")
+        self.i2t_ids, self.i2t_sims = _mapped(stage.path, "i2t", (stage.workspace.n_images, self.k))
+        self.t2i_ids, self.t2i_sims = _mapped(stage.path, "t2i", (stage.workspace.n_pairs, self.k))
 
     @classmethod
     def open(cls, workspace: Workspace, name: str | None = None) -> Graph:
@@ -106,9 +106,17 @@ class Graph:
         return cls(workspace.resolve("graph", name, "--embeddings"))
 
 
-def _mapped(directory: Path, direction: str) -> tuple[np.ndarray, np.ndarray]:
-    ids, sims = (np.load(path, mmap_mode="r") for path in _paths(directory, direction))
-    return ids, sims
+def _mapped(directory: Path, direction: str, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    arrays = []
+    for path, dtype in zip(_paths(directory, direction), (np.int64, np.float16), strict=True):
+        array = atomic.map_array(path)
+        if array.shape != shape or array.dtype != dtype:
+            raise InputError(
+                f"{path}: damaged ({array.dtype} of shape {array.shape}, not {np.dtype(dtype)} of {shape}); "
+                "make it again with --overwrite"
+            )
+        arrays.append(array)
+    return arrays[0], arrays[1]
 
 
 def _paths(directory: Path, direction: str) -> tuple[Path, Path]:

@@ -8,10 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.mining.edges import DISCRIMINATOR, IDENTITY, LABELS, SOURCES, codes_in, edge_parts
+from fnpipe.mining.edges import DISCRIMINATOR, IDENTITY, LABELS, SOURCES, codes_in, edge_parts, read_part
 from fnpipe.mining.labels import check_thresholds, labels_of
 from fnpipe.mining.truth import Truth
-from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.workspace import Stage
 
@@ -83,7 +82,7 @@ def inspect_edges(stage: Stage, config: InspectConfig, truth: Truth | None = Non
     counts, matching = np.zeros(len(LABELS), np.int64), 0
     best: pa.Table | None = None
     for path in edge_parts(stage):
-        table = atomic.read_table(path, columns=_COLUMNS)
+        table = read_part(stage, path, _COLUMNS)
         labels, sources = labels_of(table, thresholds), codes_in(table["source"], SOURCES)
         counts += np.bincount(labels, minlength=len(LABELS))
         wanted = np.ones(len(table), bool)

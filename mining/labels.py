@@ -18,6 +18,7 @@ from fnpipe.mining.edges import (
     edge_parts,
     label_candidates,
     named,
+    read_part,
 )
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
@@ -60,7 +61,7 @@ def labels_of(table: pa.Table, thresholds: tuple[float, float] | None) -> np.nda
 def relabel_parts(stage: Stage, tau_low: float, tau_high: float) -> None:
     """Rewrite the labels of every part; identity stays positive."""
     for path in edge_parts(stage):
-        table = atomic.read_table(path).cast(EDGES_SCHEMA)
+        table = read_part(stage, path)
         labels = labels_of(table, (tau_low, tau_high))
         at = EDGES_SCHEMA.get_field_index("label")
         column = pa.chunked_array([named(labels, LABELS)], EDGES_SCHEMA.field("label").type)
@@ -71,7 +72,7 @@ def judged_probabilities(stage: Stage) -> np.ndarray:
     """(n,) float32: p of every combination that the discriminator judged."""
     parts = [np.empty(0, np.float32)]
     for path in edge_parts(stage):
-        table = atomic.read_table(path, columns=["match_probability", "source"])
+        table = read_part(stage, path, ["match_probability", "source"])
         judged = codes_in(table["source"], SOURCES) == DISCRIMINATOR
         parts.append(table["match_probability"].to_numpy()[judged])
     return np.concatenate(parts)
@@ -82,7 +83,7 @@ def count_labels(stage: Stage) -> dict[str, Any]:
     table = np.zeros((len(SOURCES), len(LABELS)), np.int64)
     histogram = np.zeros(HISTOGRAM_BINS, np.int64)
     for path in edge_parts(stage):
-        part = atomic.read_table(path, columns=["match_probability", "label", "source"])
+        part = read_part(stage, path, ["match_probability", "label", "source"])
         sources, labels = codes_in(part["source"], SOURCES), codes_in(part["label"], LABELS)
         np.add.at(table, (sources, labels), 1)
         p = part["match_probability"].to_numpy()[sources == DISCRIMINATOR]
@@ -114,6 +115,7 @@ def _relabel(stage: Stage, tau_low: float, tau_high: float) -> None:
     if meta is None or meta.get("complete") or not meta.keys() >= set(_CARRIED):
         # Neither finished nor left by a relabelling that was killed, which alone has these without being finished.
         meta = stage.workspace.resolve("edges", stage.name.partition("/")[2], "--edges").require()
+    atomic.sweep(stage.path)
     # Without thresholds the edges belong to no pass: one that comes between says so, instead of finishing a mixture.
     params = {**meta["params"], "tau_low": None, "tau_high": None, "positive_share": None}
     begun = {

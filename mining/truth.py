@@ -78,7 +78,7 @@ def _read_table(path: Path) -> tuple[pa.Table, str]:
         raise InputError(f"{path}: no such truth file")
     try:
         table = pq.read_table(path)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path}: not a Parquet file ({str(error).splitlines()[0]})") from None
     has = table.column_names
     form = next((name for name in ("concept", "caption") if name in has), None)
@@ -86,12 +86,19 @@ def _read_table(path: Path) -> tuple[pa.Table, str]:
         raise InputError(
             f"{path}: has the columns {', '.join(has)}; a truth file has image and concept, or image and caption"
         )
-    columns = {name: pc.cast(table[name], pa.large_string()) for name in ("image", form, "source") if name in has}
+    columns = {name: _texts(path, table, name) for name in ("image", form, "source") if name in has}
     for name, column in columns.items():
         if column.null_count:
             row = int(np.argmax(column.is_null().to_numpy()))
             raise InputError(f"{path}: {name} is null in row {row}; leave rows without a known {name} out")
     return pa.table(columns), form
+
+
+def _texts(path: Path, table: pa.Table, name: str) -> pa.ChunkedArray:
+    try:
+        return pc.cast(table[name], pa.large_string())
+    except (pa.ArrowException, KeyError):
+        raise InputError(f"{path}: {name} is of type {table.schema.field(name).type}, not text") from None
 
 
 def _image_ids(path: Path, table: pa.Table, workspace: Workspace) -> np.ndarray:

@@ -76,19 +76,53 @@ def write_table(path: Path, table: pa.Table) -> None:
         pq.write_table(table, temporary, compression="zstd")
 
 
-def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
+def read_table(
+    path: Path, columns: Sequence[str] | None = None, schema: pa.Schema | None = None, filled: Sequence[str] = ()
+) -> pa.Table:
     """Read a Parquet file that a stage has left.
+
+    Args:
+        schema: cast to it; with ``columns`` to those fields of it. filled: columns that hold no null.
 
     Raises:
         InputError: it is damaged or gone; our own files are whole, so something else has written to it or removed it.
     """
+    names = columns if columns is not None or schema is None else schema.names
     try:
-        return pq.read_table(path, columns=None if columns is None else list(columns))
+        table = pq.read_table(path, columns=None if names is None else list(names))
+        for name in names or ():
+            table.schema.field(name)  # Parquet's reader passes over columns that are not there
+        if schema is not None and names:
+            table = table.select(list(names)).cast(pa.schema([schema.field(name) for name in names]))
     except FileNotFoundError:
         raise InputError(f"{path}: gone; make it again with --overwrite") from None
-    except (pa.ArrowInvalid, pa.ArrowKeyError, pa.ArrowNotImplementedError) as error:
-        first = str(error).splitlines()[0]
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        first = " ".join(str(error).split())[:200]
         raise InputError(f"{path}: damaged ({first}); make it again with --overwrite") from error
+    for name in filled:
+        if name in table.column_names and table[name].null_count:
+            raise InputError(f"{path}: damaged (a {name} is null); make it again with --overwrite")
+    return table
+
+
+def map_array(path: Path) -> np.ndarray:
+    """Map a ``.npy`` file that a stage has left.
+
+    Raises:
+        InputError: it is damaged or gone.
+    """
+    try:
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise InputError(f"{path}: gone; make it again with --overwrite") from None
+    except Exception as error:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        # Numpy reads a header as Python, and may raise whatever reading Python does.
+        raise InputError(f"{path}: damaged ({error}); make it again with --overwrite") from error
+    return array
 
 
 def sweep(directory: Path) -> None:

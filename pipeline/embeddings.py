@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.mapped import map_arrays
 from fnpipe.pipeline.workspace import Stage, Workspace
 
@@ -37,6 +38,12 @@ class Rows:
         self.width = width
         self._paths = paths
         self._maps = map_arrays(paths, "shard again with more --images-per-shard")
+        for path, part, rows in zip(paths, self._maps, np.diff(starts), strict=True):
+            if part.shape != (rows, width) or part.dtype.kind != "f":
+                raise InputError(
+                    f"{path}: damaged ({part.dtype} of shape {part.shape}, not floats of {(int(rows), width)}); "
+                    "make it again with --overwrite"
+                )
 
     def __len__(self) -> int:
         return int(self.starts[-1])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 
 # Open files (this process, the whole machine), and mapped regions.
@@ -28,7 +29,7 @@ def map_arrays(paths: Sequence[Path], way_out: str) -> list[np.ndarray]:
     arrays: list[np.ndarray] = []
     try:
         for path in paths:
-            arrays.append(np.load(path, mmap_mode="r"))  # noqa: PERF401  counted where it fails
+            arrays.append(atomic.map_array(path))  # noqa: PERF401  counted where it fails
     except OSError as error:
         if error.errno not in _TOO_MANY:
             raise

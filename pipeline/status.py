@@ -108,8 +108,11 @@ def _state(stage: Stage) -> str:
 
 def _run_state(run: Stage) -> tuple[str, dict[str, Any]]:
     """The state of a run, and what it was made from and with: ``config.json`` holds both."""
-    record = json.loads((run.path / RUN_CONFIG).read_bytes())
-    meta = {"inputs": record.get("inputs", {}), "params": record.get("asked", {})}
+    try:
+        record = json.loads((run.path / RUN_CONFIG).read_bytes())
+        meta = {"inputs": dict(record["inputs"]), "params": dict(record["asked"])}
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return "damaged", {}
     if meta["inputs"].get("pairs") != run.workspace.digest:
         return "out of date", meta
     return "finished" if record.get("complete") else "not finished", meta

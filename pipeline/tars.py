@@ -27,6 +27,7 @@ _RECORD = 20 * BLOCK
 _REGULAR = frozenset({b"0", b"\0", b"7"})
 _LINKS = frozenset({b"1", b"2"})
 _DIRECTORY = b"5"
+_MOST_DIGITS = 18
 
 
 class TarWriter:
@@ -193,7 +194,7 @@ def _walk(file: _RandomAccess, damage: list[Damage]) -> Iterator[Member]:
         size = _number(header[124:136])
         data = at + BLOCK
         if "size" in extended and kind not in (b"x", b"g"):
-            size = int(extended["size"])
+            size = _decimal(extended["size"].encode(errors="replace"))
         if size < 0 or data + size > file.size:
             damage.append(Damage(at, f"cut off inside {_name(header)!r}: {file.size - data:,} of {size:,} bytes"))
             return
@@ -248,11 +249,18 @@ def _name(header: bytes) -> str:
 def _pax(data: bytes) -> dict[str, str]:
     found = {}
     while data:
-        length, space, _ = data.partition(b" ")
-        if not space or not length.isdigit():
+        digits, space, _ = data.partition(b" ")
+        # A record counts itself; one that says less would be read again for ever.
+        length = _decimal(digits)
+        if not space or length <= len(digits) + 1:
             break
-        record = data[len(length) + 1 : int(length) - 1]
+        record = data[len(digits) + 1 : length - 1]
         key, _, value = record.partition(b"=")
         found[key.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
-        data = data[int(length) :]
+        data = data[length:]
     return found
+
+
+def _decimal(digits: bytes) -> int:
+    """The number that ``digits`` write, -1 where they write none (or one beyond any file)."""
+    return int(digits) if digits.isdigit() and len(digits) <= _MOST_DIGITS else -1

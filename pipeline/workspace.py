@@ -54,6 +54,19 @@ IMAGES_SCHEMA = pa.schema(
 
 _BEGUN_KEYS = ("format", "sources", "params")
 _FINISHED_KEYS = (*_BEGUN_KEYS, "counts", "shards", "images_per_shard", "pairs_per_shard", "splits", "digest")
+_MANIFEST_TYPES: dict[str, type | tuple[type, type]] = {
+    "format": int,
+    "sources": (list, dict),
+    "params": dict,
+    "counts": dict,
+    "shards": (list, str),
+    "images_per_shard": (list, int),
+    "pairs_per_shard": (list, int),
+    "splits": (dict, int),
+    "digest": str,
+}
+
+_META_KEYS: dict[str, type] = {"params": dict, "inputs": dict, "digest": str}
 
 # The command that makes a stage, by the first part of its name.
 MADE_BY = {
@@ -139,7 +152,7 @@ class Workspace:
         read = None if columns is None else list(dict.fromkeys([*columns, *(["split"] if split else [])]))
         parts = []
         for number in shards:
-            part = atomic.read_table(self.pairs_path(number), columns=read)
+            part = atomic.read_table(self.pairs_path(number), read, PAIRS_SCHEMA, filled=PAIRS_SCHEMA.names)
             if split is not None:
                 part = part.filter(pc.equal(part["split"], split))
             parts.append(part if columns is None else part.select(list(columns)))
@@ -152,7 +165,9 @@ class Workspace:
         """One row per image in image_id order, of one shard or of all: where each came from (``IMAGES_SCHEMA``)."""
         shards = range(self.n_shards) if shard is None else [shard]
         read = None if columns is None else list(columns)
-        return pa.concat_tables(atomic.read_table(self.images_path(s), columns=read) for s in shards)
+        return pa.concat_tables(
+            atomic.read_table(self.images_path(s), read, IMAGES_SCHEMA, filled=IMAGES_SCHEMA.names) for s in shards
+        )
 
     def splits(self) -> dict[str, int]:
         """How many pairs each split has, by name."""
@@ -218,8 +233,17 @@ class Stage:
         return f"fnpipe {MADE_BY.get(self.name.partition('/')[0], self.name)}"
 
     def meta(self) -> dict[str, Any] | None:
-        """What ``meta.json`` says, or None where the stage was never begun."""
-        return _read_json(self.path / META)
+        """What ``meta.json`` says, or None where the stage was never begun.
+
+        Raises:
+            InputError: it is damaged.
+        """
+        meta = _read_json(self.path / META)
+        if meta is not None:
+            for key, kind in _META_KEYS.items() if meta.get("complete") else ():
+                if not isinstance(meta.get(key), kind):
+                    raise InputError(f"{self.path / META}: damaged (no {key!r}); run `{self.command}` with --overwrite")
+        return meta
 
     @property
     def digest(self) -> str:
@@ -303,6 +327,19 @@ class Stage:
             self._require_fresh(name, digest)
         return meta
 
+    def number(self, *keys: str) -> int:
+        """A whole number that ``meta.json`` of the finished stage holds, such as ``number("params", "epochs")``.
+
+        Raises:
+            InputError: the stage is none that `require` passes, or there is no such number.
+        """
+        value: Any = self.require()
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if type(value) is not int:
+            raise InputError(f"{self.path / META}: damaged (no {keys[-1]!r}); run `{self.command}` with --overwrite")
+        return value
+
     def _require_fresh(self, name: str, digest: str) -> None:
         stale = InputError(f"{self.path}: made from other {name}; run `{self.command}` again with --overwrite")
         if name == "pairs":
@@ -316,7 +353,9 @@ class Stage:
 
     def _refuse_mixing(self, meta: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]]) -> None:
         for part in ("params", "inputs"):
-            before, now = meta.get(part, {}), wanted[part]
+            before, now = meta.get(part), wanted[part]
+            if not isinstance(before, dict):
+                raise InputError(f"{self.path / META}: damaged (no {part!r}); run `{self.command}` with --overwrite")
             for key in sorted(before.keys() | now.keys()):
                 if before.get(key) != now.get(key):
                     what = key if part == "params" else f"input {key}"
@@ -337,12 +376,25 @@ def read_manifest(root: Path) -> dict[str, Any] | None:
     manifest = _read_json(root / MANIFEST)
     if manifest is None:
         return None
-    if manifest.get("format", 0) > FORMAT_VERSION:
-        raise InputError(f"{root / MANIFEST}: format {manifest['format']}, this fnpipe reads {FORMAT_VERSION}; upgrade")
-    missing = [key for key in (_FINISHED_KEYS if manifest.get("complete") else _BEGUN_KEYS) if key not in manifest]
-    if missing:
-        raise InputError(f"{root / MANIFEST}: damaged (no {missing[0]!r}); shard again with --overwrite")
+    version = manifest.get("format")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise InputError(f"{root / MANIFEST}: format {version}, this fnpipe reads {FORMAT_VERSION}; upgrade")
+    for key in _FINISHED_KEYS if manifest.get("complete") else _BEGUN_KEYS:
+        if not _fits(manifest.get(key), _MANIFEST_TYPES[key]):
+            raise InputError(f"{root / MANIFEST}: damaged (no {key!r}); shard again with --overwrite")
+    per_shard = [manifest[key] for key in ("shards", "images_per_shard", "pairs_per_shard") if manifest.get("complete")]
+    if len(set(map(len, per_shard))) > 1:
+        raise InputError(f"{root / MANIFEST}: damaged (shards without a count); shard again with --overwrite")
     return manifest
+
+
+def _fits(value: Any, kind: type | tuple[type, type]) -> bool:
+    """Whether a value is of a kind, or a list or an object of entries of a kind."""
+    if not isinstance(kind, tuple):
+        return isinstance(value, kind)
+    outer, inner = kind
+    entries = value.values() if isinstance(value, dict) else value
+    return isinstance(value, outer) and all(type(entry) is inner for entry in entries)
 
 
 def digest_files(paths: Sequence[Path], root: Path) -> str:
@@ -367,7 +419,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: damaged ({error}); delete it and run the stage again") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: damaged (not an object); delete it and run the stage again")

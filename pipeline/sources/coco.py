@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.packing import BATCH_ROWS, TablePacker
 from fnpipe.pipeline.sources.files import open_text, parent
+from fnpipe.pipeline.sources.json_rows import shown
 from fnpipe.pipeline.sources.jsonstream import JsonStream
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
@@ -63,17 +64,15 @@ class _Document:
             self._add_karpathy(entry)
         else:
             # An id is compared as JSON writes it, so that the text "5" is not the number 5.
-            self._images.add((json.dumps(entry.get("id")), json.dumps(entry.get(self._image))))
+            self._images.add((_text(entry.get("id")), _text(entry.get(self._image))))
 
     def _read_annotation(self, entry: Any) -> None:
         if not isinstance(entry, dict):
-            self._annotations.add((None, json.dumps(entry)[:60], None))
+            self._annotations.add((None, shown(entry), None))
         else:
-            image = json.dumps(entry["image_id"]) if "image_id" in entry else None
+            image = _text(entry["image_id"]) if "image_id" in entry else None
             caption = entry.get(self._caption, MISSING)
-            self._annotations.add(
-                (image, None if caption is MISSING else json.dumps(caption), json.dumps(entry.get("id")))
-            )
+            self._annotations.add((image, None if caption is MISSING else _text(caption), _text(entry.get("id"))))
 
     def _add_karpathy(self, entry: dict[str, Any]) -> None:
         split = entry.get("split")
@@ -133,6 +132,14 @@ class _Document:
                 f"{self._path}: {repeated[0]['counts']} images have the id {repeated[0]['values']}; "
                 "annotations of it could mean either: give each image its own"
             )
+
+
+def _text(value: Any) -> str:
+    """``value`` as JSON; what is nested too deeply to be written again was no id, path or caption anyway."""
+    try:
+        return json.dumps(value)
+    except RecursionError:
+        return "[]"
 
 
 def _texts(*names: str) -> pa.Schema:

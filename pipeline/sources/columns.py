@@ -57,8 +57,10 @@ def require_image_type(where: str, kind: pa.DataType) -> None:
         kind = kind.value_type
     fine = _is_text(kind) or _is_binary(kind) or pa.types.is_null(kind)
     if pa.types.is_struct(kind):
-        names = {kind.field(i).name for i in range(kind.num_fields)}
-        fine = bool(names & {"bytes", "path"})
+        fields = {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)}
+        fine = bool(fields.keys() & {"bytes", "path"})
+        fine &= "bytes" not in fields or _is_binary(fields["bytes"])
+        fine &= "path" not in fields or _is_text(fields["path"]) or pa.types.is_null(fields["path"])
     if not fine:
         raise InputError(f"{where}: has type {kind}; paths, bytes, or a struct of bytes and path can be read")
 
@@ -77,8 +79,7 @@ def caption_values(where: str, column: pa.Array) -> list[Any]:
         return [_decoded(value) for value in column.to_pylist()]
     if not (_is_text(inner) or pa.types.is_null(inner)):
         raise InputError(f"{where}: has type {kind}, which holds no captions; choose another with --caption-column")
-    values: list[Any] = column.to_pylist()
-    return values
+    return _text_values(column)
 
 
 def is_embedded(kind: pa.DataType) -> bool:
@@ -93,17 +94,28 @@ def _decoded(value: Any) -> Any:
     return None if value is None else value.decode("utf-8", "surrogateescape")
 
 
+def _text_values(column: pa.Array) -> list[Any]:
+    """Texts, or lists of them, as Python values; a file may call bytes text that are no UTF-8."""
+    try:
+        values: list[Any] = column.to_pylist()
+        return values
+    except UnicodeDecodeError:
+        listed = isinstance(column.type, pa.ListType | pa.LargeListType)
+        kind = pa.large_list(pa.large_binary()) if listed else pa.large_binary()
+        return [_decoded(value) for value in column.cast(kind).to_pylist()]
+
+
 def _paths_and_blobs(images: pa.Array) -> tuple[list[str | None], pa.Array | None]:
     kind = images.type
     if isinstance(kind, pa.DictionaryType):
-        return images.dictionary_decode().to_pylist(), None
+        return _text_values(images.dictionary_decode()), None
     if _is_binary(kind):
         return [None] * len(images), images
     if not pa.types.is_struct(kind):
-        return images.to_pylist(), None
+        return _text_values(images), None
     names = [kind.field(i).name for i in range(kind.num_fields)]
     children = dict(zip(names, images.flatten(), strict=True))
-    paths = children["path"].to_pylist() if "path" in children else [None] * len(images)
+    paths = _text_values(children["path"]) if "path" in children else [None] * len(images)
     return paths, children.get("bytes")
 
 
@@ -146,6 +158,10 @@ class Mapped:
         self._end = whole.address + whole.size
 
     def __call__(self, blobs: pa.Array) -> tuple[int, np.ndarray, np.ndarray]:
+        if pa.types.is_binary_view(blobs.type):
+            raise InputError("images as binary views cannot be read in place; save them as Parquet")
+        if not len(blobs):
+            return self._number, np.zeros(0, np.int64), np.zeros(0, np.int64)
         _, bounds, data = blobs.buffers()
         width = np.int64 if pa.types.is_large_binary(blobs.type) else np.int32
         edges = np.frombuffer(bounds, width)[blobs.offset : blobs.offset + len(blobs) + 1].astype(np.int64)

@@ -132,7 +132,7 @@ def _read_sidecar(path: str, field: str) -> Any:
         return text
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return MISSING
     return value.get(field, MISSING) if isinstance(value, dict) else value
 

@@ -56,7 +56,7 @@ def read_hf(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) ->
 def _arrow_files(directory: str) -> list[tuple[str, str | None]]:
     """The Arrow files of a data set and the split of each, in order."""
     if exists(join(directory, _SPLITS)):
-        splits = _read_json(join(directory, _SPLITS))["splits"]
+        splits = _names(join(directory, _SPLITS), "splits")
         return [(join(split, name), split) for split in splits for name in _state_files(join(directory, split))]
     if exists(join(directory, _STATE)):
         return [(name, None) for name in _state_files(directory)]
@@ -65,18 +65,33 @@ def _arrow_files(directory: str) -> list[tuple[str, str | None]]:
 
 
 def _state_files(directory: str) -> list[str]:
-    return [str(part["filename"]) for part in _read_json(join(directory, _STATE))["_data_files"]]
+    return _names(join(directory, _STATE), "_data_files")
 
 
-def _read_json(path: str) -> dict[str, Any]:
+def _names(path: str, key: str) -> list[str]:
+    """The names, of files or folders beside it, that a file of ``save_to_disk`` lists under ``key``."""
     with open_binary(path) as file:
         try:
             value = json.load(file)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"{path}: damaged ({error})") from None
-    if not isinstance(value, dict) or not value.keys() & {"splits", "_data_files"}:
+    listed = value.get(key) if isinstance(value, dict) else None
+    if not isinstance(listed, list):
         raise InputError(f"{path}: not what save_to_disk writes")
-    return value
+    names: list[Any] = [entry.get("filename") if isinstance(entry, dict) else entry for entry in listed]
+    if not all(map(_is_plain, names)):
+        raise InputError(f"{path}: not what save_to_disk writes")
+    return names
+
+
+def _is_plain(name: Any) -> bool:
+    return (
+        isinstance(name, str)
+        and bool(name)
+        and name not in (".", "..")
+        and not set(name) & set("/\\\0")
+        and name.isprintable()
+    )
 
 
 def _read_arrow(source: Source, how: ReadOptions, rows: RowBuilder, files: list[tuple[str, str | None]]) -> None:
@@ -99,17 +114,31 @@ def _read_arrow_file(path: str, name: str, number: int, rows: RowBuilder, how: R
         reader = _open_arrow(whole)
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; the data set was not saved whole") from None
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path}: not an Arrow file ({error})") from None
     image = choose_field(path, reader.schema.names, how.image_column, IMAGE_FIELDS, "--image-column")
     caption = choose_field(path, reader.schema.names, how.caption_column, CAPTION_FIELDS, "--caption-column")
     require_image_type(f"{path}: column {image!r}", reader.schema.field(image).type)
     start = 0
     place = Mapped(number, whole)
-    for batch in reader.read_all().select([image, caption]).to_batches():
+    for batch in _checked_batches(path, reader, [image, caption]):
         captions = caption_values(f"{path}: column {caption!r}", batch.column(caption))
         add_columns(rows, batch.column(image), captions, place, name=name, start=start, split=split)
         start += len(batch)
+
+
+def _checked_batches(path: str, reader: Any, columns: list[str]) -> list[pa.RecordBatch]:
+    """The columns, batch by batch, all of whose offsets lie inside the file."""
+    try:
+        table = reader.read_all().select(columns)
+        # As bytes: a text that is no UTF-8 is its row's trouble alone.
+        pa.table([c.cast(pa.binary()) if c.type == pa.string() else c for c in table.columns], columns).validate(
+            full=True
+        )
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise InputError(f"{path}: damaged ({error})") from None
+    batches: list[pa.RecordBatch] = table.to_batches()
+    return batches
 
 
 def _open_arrow(whole: pa.Buffer) -> pa.ipc.RecordBatchStreamReader | pa.ipc.RecordBatchFileReader:

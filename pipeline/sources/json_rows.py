@@ -32,7 +32,7 @@ def sniff_json(path: str) -> str:
         more = bool(text.readline(2))
     try:
         value = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return "object"
     # One object alone: a single row if it has a row's fields.
     return "lines" if more or value.keys() & {*IMAGE_FIELDS, *_CAPTION_FIELDS} else "object"
@@ -72,6 +72,14 @@ def read_json_lines(path: str, entries: EntryReader) -> None:
                 entries.add(entry, number)
 
 
+def shown(value: Any) -> str:
+    """The start of a value as JSON writes it."""
+    try:
+        return json.dumps(value)[:60]
+    except RecursionError:
+        return "something nested too deeply"
+
+
 class EntryReader:
     """Turns objects into rows; which fields count is settled by the first object."""
 
@@ -92,7 +100,7 @@ class EntryReader:
 
     def add(self, entry: Any, line: int | None = None) -> None:
         if type(entry) is not dict:
-            self.rows.bad("bad-row", f"not an object but {json.dumps(entry)[:60]}", line=line)
+            self.rows.bad("bad-row", f"not an object but {shown(entry)}", line=line)
             return
         if self.image is None or self.caption is None:
             self._settle(entry)

@@ -65,6 +65,9 @@ class JsonStream:
                     self.fail("it is cut off here" if unfinished else error.msg)
             except RecursionError:
                 self.fail("it is nested too deeply")
+            except ValueError as error:
+                # A number of more digits than Python turns into one.
+                self.fail(str(error))
             else:
                 # A number may go on in what has not been read yet: 1 may be the start of 1.5e3.
                 if self._ended or self._text[end : end + 1] in _DELIMITERS or len(self._text) - end > _LONGEST_NUMBER:
@@ -93,8 +96,8 @@ class JsonStream:
         while True:
             try:
                 value, end = _DECODER.raw_decode(self._text, self._at)
-            except json.JSONDecodeError:
-                return
+            except (ValueError, RecursionError):
+                return  # `value` meets it again, and says what it is
             comma = _COMMA.match(self._text, end)
             if comma is None or comma.end() == len(self._text) or self._text[comma.end()] == "]":
                 return

@@ -79,7 +79,7 @@ def _read(member: str, *, how: ReadOptions, spool: str, folder: str) -> ReadPart
     with open_binary(member) as raw:
         try:
             parquet = pq.ParquetFile(raw)
-        except (pa.ArrowInvalid, OSError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             raise InputError(f"{member}: {_why_not_parquet(member)} ({error})") from None
         names = parquet.schema_arrow.names
         image = choose_field(member, names, how.image_column, IMAGE_FIELDS, "--image-column")
@@ -115,7 +115,7 @@ def _add_batches(
                 rows, batch.column(image), captions, place, name=name, start=start, split=how.split or split_of(member)
             )
             start += len(batch)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise InputError(f"{member}: damaged after row {start:,} ({error})") from None

@@ -123,12 +123,12 @@ def _unquoted(field: str) -> str:
 
 
 def _position(path: str, header: list[str], wanted: str | None, known: tuple[str, ...], flag: str) -> int:
-    if wanted is not None and wanted not in header and wanted.isdigit() and int(wanted) < len(header):
+    if wanted is not None and wanted not in header and wanted.isdecimal() and int(wanted) < len(header):
         return int(wanted)
     return header.index(choose_field(path, header, wanted, known, flag))
 
 
 def _number(text: Any, flag: str) -> int:
-    if not str(text).isdigit():
+    if not str(text).isdecimal():
         raise InputError(f"{flag} {text}: a table without a header needs the column's number, from 0")
     return int(text)

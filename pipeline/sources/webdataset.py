@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import shutil
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -121,8 +122,8 @@ def _add(rows: RowBuilder, sample: Sample, tar: str, field: str | None) -> None:
             caption = _caption(sample, field)
         except UnicodeDecodeError:
             rows.bad("bad-encoding", "the caption is not UTF-8", image=name)
-        except ValueError as error:
-            rows.bad("bad-row", f"the .json is not JSON: {error}", image=name)
+        except (ValueError, RecursionError) as error:
+            rows.bad("bad-row", f"the .json is not JSON: {error}"[:200], image=name)
         else:
             if caption is MISSING:
                 rows.bad("no-caption", f"only {', '.join(sample.fields)}", image=name)
@@ -183,7 +184,7 @@ def _unpacker(raw: IO[bytes]) -> IO[bytes]:
 def _copy(path: str, packed: IO[bytes], out: IO[bytes]) -> None:
     try:
         shutil.copyfileobj(packed, out, 1 << 20)
-    except (EOFError, OSError, lzma.LZMAError) as error:
+    except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
         # What came out before the damage is used; the missing end mark reports the rest.
         if isinstance(error, OSError) and error.errno is not None:
             raise

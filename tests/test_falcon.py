@@ -288,6 +288,7 @@ def last_mean(reward: Callable[[float], float], seed: int, level: str = "batch")
     return scheduler.describe(draws)["policy_mean"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_batch_level_policy_follows_a_reward_of_either_sign(sign: int):
     """The reward of the hardest batch lies 1.5 deviations of its noise above that of the easiest."""

@@ -223,7 +223,8 @@ class Recorded:
 
     def __call__(self, ordered: np.ndarray) -> int:
         rank = self.choose(ordered)
-        self.q.append(rank / max(len(ordered) - 1, 1))
+        # The last one left is the nearest as well as the farthest.
+        self.q.append(rank / (len(ordered) - 1) if len(ordered) > 1 else 1.0)
         return rank
 
     def draws(self) -> Draws:

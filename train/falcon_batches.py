@@ -114,7 +114,7 @@ class EpochConstruction:
         self.pair_ids = source.members.captions_of_epoch(epoch, source.seed)
         spaces = source.spaces(epoch)
         largest = max(map(len, spaces))
-        self._most_open = max(1, _SIM_BYTES // (4 * largest**2))
+        self.most_open = max(1, _SIM_BYTES // (4 * largest**2))
         self._open: list[_Space] = []
         # A space with less than a batch left is finished; which ones are open follows from what has been used.
         self._closed = deque(rows for rows in spaces if (~used[rows]).sum() >= source.batch_size)
@@ -123,7 +123,7 @@ class EpochConstruction:
     def construct(self, number: int, choose: Chooser) -> np.ndarray:
         """The rows of batch ``number``; batches must be asked for in order."""
         rng = np.random.default_rng([self.source.seed, self.epoch, number, 0xFC])
-        while self._closed and len(self._open) < self._most_open:
+        while self._closed and len(self._open) < self.most_open:
             self._open.append(self._opened(self._closed.popleft()))
         left = np.array([len(space.unused) for space in self._open], float)
         space = self._open[int(rng.choice(len(left), p=left / left.sum()))]

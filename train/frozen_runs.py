@@ -30,8 +30,8 @@ class FrozenModel:
 
     Attributes:
         method: ``vacsr`` or ``adapter``.
-        source: ``embeddings`` (the name), ``width``, and of the encoder ``model pretrained weights``, as far as they are
-            known.
+        source: ``embeddings`` (the name), ``width``, and of the encoder ``model pretrained weights``, as far as they
+            are known.
     """
 
     method: str

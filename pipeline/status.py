@@ -15,6 +15,8 @@ from fnpipe.pipeline.shard import ShardConfig, summary_of
 from fnpipe.pipeline.workspace import MADE_BY, MANIFEST, RUN_CONFIG, Stage, Workspace, read_manifest
 
 _EXAMPLES = 5
+# Methods whose runs train no matching head.
+_WITHOUT_HEAD = ("itc", "adapter", "vacsr")
 
 
 def status(workspace: str, *, quarantine: bool = False) -> dict[str, Any]:
@@ -138,10 +140,17 @@ def _needed(kind: str, stages: list[dict[str, str]]) -> str:
     if kind == "embeddings":
         return " --model ViT-B-32 --pretrained laion2b_s34b_b79k"
     if kind == "edges":
-        trained = any(stage["name"].startswith("runs/") and stage["state"] == "finished" for stage in stages)
-        con_d = f"itm:{_last_run(stages)}" if trained else "clip --positive-share 0.02"
-        return f" --discriminator {con_d}"
+        return f" --discriminator {_con_d(stages)}"
     return " --method mafa --run mafa" if kind == "runs" else ""
+
+
+def _con_d(stages: list[dict[str, str]]) -> str:
+    """The last finished run that can judge whether a caption is true of a picture, or plain similarity."""
+    for stage in reversed(stages):
+        method = stage["made_with"].partition("method ")[2].partition(",")[0]
+        if stage["name"].startswith("runs/") and stage["state"] == "finished" and method not in _WITHOUT_HEAD:
+            return f"itm:{stage['name'].partition('/')[2]}"
+    return "clip --positive-share 0.02"
 
 
 def _last_run(stages: list[dict[str, str]]) -> str:

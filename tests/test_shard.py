@@ -680,6 +680,12 @@ def test_status_tells_a_finished_run_from_one_that_goes_on_and_proposes_its_matc
         assert (run["name"], run["state"]) == ("runs/con-d", state)
         assert run["made_with"] == "method albef, epochs 3"
     assert status(str(workspace.root))["next"].endswith("--discriminator itm:con-d")
+    for method in ("itc", "vacsr"):
+        later = {"complete": True, "inputs": {"pairs": workspace.digest}, "asked": {"method": method}}
+        config = workspace.root / "runs" / f"later-{method}" / "config.json"
+        config.parent.mkdir()
+        config.write_text(json.dumps(later))
+    assert status(str(workspace.root))["next"].endswith("--discriminator itm:con-d")
 
 
 def test_the_commands_print_counts_examples_and_json(make_pairs: MakePairs, tmp_path: Path, capsys):

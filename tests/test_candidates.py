@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -9,7 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
-from fnpipe.mining.candidates import NOT_PROPOSED, CandidateRuns, PlanProposer, nearest_slots, write_runs
+from fnpipe.mining.candidates import (
+    NOT_PROPOSED,
+    CandidateRuns,
+    PlanProposer,
+    Proposals,
+    nearest_slots,
+    write_runs,
+)
 from fnpipe.pipeline.embeddings import Embeddings
 
 ONE_FIXTURE = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -88,9 +97,20 @@ def test_candidates_are_the_best_of_every_batch_once_and_agree_with_the_loop(
 
     expected = proposed_by_loop(embeddings, owners, [splits[i] == "train" for i in owners], epochs, k)
     assert as_dict(runs.between(0, n)) == expected
-    halves = [runs.between(0, n // 2), runs.between(n // 2, n)]
-    keys = [(int(i), int(j)) for half in halves for i, j in zip(half.image_ids, half.pair_ids, strict=True)]
+    # Image by image, so that every border of a range is looked at.
+    parts = [runs.between(image, image + 1) for image in range(n)]
+    keys = [(int(i), int(j)) for part in parts for i, j in zip(part.image_ids, part.pair_ids, strict=True)]
     assert keys == sorted(expected)
+
+
+@pytest.mark.parametrize(("rows_per_run", "rows"), [(1, [2, 1, 1]), (2, [2, 2]), (3, [3, 1]), (9, [3])])
+def test_runs_are_cut_between_parts_and_hold_a_combination_once(tmp_path, rows_per_run, rows):
+    parts = [Proposals.by("i2t", np.array(keys), np.arange(len(keys))) for keys in ([7, 2], [3], [2])]
+    write_runs(tmp_path, [("plan", parts)], rows_per_run=rows_per_run)
+    runs = CandidateRuns(tmp_path, 5)
+    assert [run["rows"] for run in json.loads((tmp_path / "index.json").read_text())["runs"]] == rows
+    # Key 2 stands at rank 1 of the first part and at rank 0 of the last.
+    assert as_dict(runs.between(0, 2)) == {(0, 2): [0, None, 0], (0, 3): [0, None, 0], (1, 2): [0, None, 0]}
 
 
 def test_equal_similarities_go_to_the_lower_slot():

@@ -81,6 +81,19 @@ def test_an_ambiguous_one_gives_its_place_to_the_second_hardest_and_changes_no_t
     assert int(decisions.counts["ambiguous"]) == 2
 
 
+def test_counts_are_over_both_directions():
+    sim = torch.tensor([[0.9, 0.6, 0.3], [0.2, 0.8, 0.7], [0.5, 0.65, 0.9]])
+    # Text 1 is the hardest of image 0, whose own hardest is image 2, and image 2 that of text 0, which has text 1.
+    counts = ecm_decisions(sim, scores(i0t1=0.6, i2t0=0.9), None, EcmConfig()).counts
+    assert {name: int(n) for name, n in counts.items()} == {
+        "hardest": 6,
+        "scored": 2,
+        "positive": 1,
+        "ambiguous": 1,
+        "joined": 1,
+    }
+
+
 @pytest.mark.parametrize(("p", "row"), [(0.49, (0, 1, 0)), (0.5, (0, 2, 0)), (0.8, (0, 2, 0)), (0.8001, (0, 1, 1))])
 def test_a_probability_equal_to_a_threshold_is_ambiguous(p: float, row: tuple[int, int, int]):
     assert judged(ecm_decisions(SIM, scores(i0t1=p), None, EcmConfig()))[3] == row

@@ -37,6 +37,10 @@ def train_command(
         int | None,
         typer.Option(help="Default: 20; for fnpipe-tiny about 3,600 steps, on frozen embeddings about 1,536."),
     ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(help="What falcon's scheduler is rewarded for: mlm, or itg, the captioning loss of a CoCa."),
+    ] = None,
     truth: Annotated[str | None, typer.Option(help="Truth file: count false negatives, report mAP@R.")] = None,
     threads: Annotated[int | None, typer.Option(help="torch's threads. Default: torch's own choice.")] = None,
     config: Annotated[str | None, typer.Option(help="YAML file of `key: value` lines.")] = None,
@@ -52,6 +56,9 @@ def train_command(
 ) -> None:
     """Train a model on batches of a plan; mafa looks its positives up in mined edges.
 
+    falcon needs no plan: it constructs every batch while it trains, as hard as its scheduler says, and the scheduler
+    learns from what a batch did. It looks through stored embeddings first, then through those of the model in training.
+
     adapter and vacsr train a small network on frozen embeddings instead, in about a minute: adapter turns both towers
     towards the data, vacsr gives every combination a similarity and an uncertainty.
 
@@ -62,13 +69,14 @@ def train_command(
 
     Example: fnpipe train ws --method mafa --run mafa --init demo --set smoothing=0.1
     """
-    from fnpipe.train.methods import describe_keys, read_values, train
+    from fnpipe.train.methods import describe_keys, key_meanings, read_values, train
 
     if keys:
-        rows = describe_keys(method)
-        emit(
-            {name: {"type": kind, "default": default} for name, kind, default in rows}, json_, lambda: _print_keys(rows)
-        )
+        rows, meaning = describe_keys(method), key_meanings(method)
+        listed = {
+            name: {"type": kind, "default": default, "meaning": meaning.get(name, "")} for name, kind, default in rows
+        }
+        emit(listed, json_, lambda: _print_keys(listed))
         return
     if not workspace or run is None:
         raise InputError("train needs a workspace and a name for the run: fnpipe train WORKSPACE --method M --run NAME")
@@ -80,6 +88,7 @@ def train_command(
         "edges": edges,
         "embeddings": embeddings,
         "epochs": epochs,
+        "reward": reward,
         "truth": truth,
         "threads": threads,
     }
@@ -204,15 +213,17 @@ def export_model_command(
     emit(summary, json_, lambda: _print_exported(summary))
 
 
-def _print_keys(rows: list[tuple[str, str, str]]) -> None:
+def _print_keys(listed: dict[str, dict[str, str]]) -> None:
     from rich.console import Console
-    from rich.table import Table
+    from rich.padding import Padding
 
-    table = Table("key", "type", "default", box=None)
-    for row in rows:
-        table.add_row(*row)
-    Console(markup=False).print(table)
-    if any(name == "model" for name, _, _ in rows):
+    console = Console(markup=False, highlight=False)
+    for name, key in listed.items():
+        default = f", default: {key['default']}" if key["default"] else ""
+        console.print(f"{name}  ({key['type']}{default})", style="bold")
+        if key["meaning"]:
+            console.print(Padding(key["meaning"], (0, 0, 0, 4)))
+    if "model" in listed:
         print("adapter and vacsr have keys of their own: --method adapter --keys")
 
 

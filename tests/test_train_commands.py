@@ -81,8 +81,12 @@ def test_keys_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
     assert run_cli(["train", "--keys", "--json"]) == 0
     keys = json.loads(capsys.readouterr().out)
     assert list(keys) == [name for name, _, _ in describe_keys()]
-    assert keys["method"] == {"type": "|".join(METHODS), "default": ""}
-    assert keys["smoothing"] == {"type": "float", "default": "chosen"}
-    assert keys["gather"] == {"type": "bool", "default": "False"}
+    kinds = {name: (key["type"], key["default"]) for name, key in keys.items()}
+    assert kinds["method"] == ("|".join(METHODS), "")
+    assert kinds["smoothing"] == ("float", "chosen")
+    assert kinds["gather"] == ("bool", "False")
+    assert all(key["meaning"] for key in keys.values())
+    assert keys["policy_lr"]["meaning"].startswith("falcon: learning rate of the policy (Adam)")
     assert run_cli(["train", "--keys"]) == 0
-    assert "smoothing_start_epoch" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "smoothing_start_epoch (int, default: 1) the epoch in which it starts, counted from 0." in said

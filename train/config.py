@@ -100,8 +100,9 @@ class TrainConfig:
             optional, and treated as by mafa.
         embeddings: the stored embeddings that falcon's first epoch looks through; None: the only ones there are.
         truth: a truth file, for the share of false negatives met and for mAP@R.
-        agreement: ``itm:RUN`` or ``itm:demo``: run this discriminator on every ``agreement_steps``-th batch, and log
-            how often it would have said what was looked up.
+        agreement: ``itm:RUN`` or ``itm:demo``: run this discriminator on some batches, and log how often it would have
+            said what was looked up.
+        agreement_steps: on every so manieth batch.
         epochs: None: 20, for fnpipe-tiny as many as make about 3,600 steps.
         batch_size: of random batches, and of falcon's (None: 64 for fnpipe-tiny, else 128); a plan has its own.
         seed: every random draw derives from it, the epoch and the batch.
@@ -113,14 +114,15 @@ class TrainConfig:
         false_negatives: mined ones become ``positive``, are taken out (``drop``), or stay negatives (``ignore``).
         unscored: a hardest negative without a score is a ``negative``, or the hardest scored one is taken (``next``).
         second: what takes an ambiguous one's place: the next hardest (``plain``), or the ``next-negative`` one.
-        smoothing: S-ITC's weight a (None: 0.5 for mafa on grouped batches, else 0); it starts in the epoch
-            ``smoothing_start_epoch``, counted from 0.
+        smoothing: S-ITC's weight a (None: 0.5 for mafa on grouped batches and falcon with edges, else 0).
+        smoothing_start_epoch: the epoch in which it starts, counted from 0.
         grad_checkpointing: compute activations again in the backward pass instead of keeping them.
         consistency: weight of GRIT's consistency loss (0.2 in the paper; off by default).
         vacsr: weight of VACSR's loss on the two embeddings, its network trained along with the towers; 0: none. The
             network is saved beside the weights, for ``vacsr:RUN`` on embeddings of this run.
         gather: ITC over the batches of all ranks instead of the local one.
-        lr: peak learning rate (None: 1.5e-3 for fnpipe-tiny, else 1e-4); the cosine ends at ``min_lr_ratio`` of it.
+        lr: peak learning rate (None: 1.5e-3 for fnpipe-tiny, else 1e-4).
+        min_lr_ratio: the share of it at which its cosine ends.
         weight_decay: not on norms, biases, and the temperature.
         warmup_steps: None: a twentieth of the run, 1,000 at most.
         clip_norm: bound of the gradient's norm; 0: none. None: 5, with falcon none: a bound below the norm of hard

@@ -18,7 +18,7 @@ from fnpipe.train.frozen_evaluate import evaluate_frozen_run
 from fnpipe.train.frozen_runs import is_frozen_run, run_path
 from fnpipe.train.loop import train as train_model
 from fnpipe.train.runs import CONFIG, read_run_config, run_directory
-from fnpipe.train.values import describe, given_values, typed
+from fnpipe.train.values import describe, given_values, meanings, typed
 
 ALL_METHODS = (*METHODS, *FROZEN_METHODS)
 
@@ -86,6 +86,11 @@ def describe_keys(method: str | None = None) -> list[tuple[str, str, str]]:
     """Every key that a method takes with its type and default; without one, those of the methods that train a model."""
     of = FROZEN_METHODS.get(method or "")
     return describe(TrainConfig, CHOICES) if of is None else describe(of, of.choices)
+
+
+def key_meanings(method: str | None = None) -> dict[str, str]:
+    """What each of these keys means, in a sentence or more."""
+    return meanings(FROZEN_METHODS.get(method or "", TrainConfig))
 
 
 def _config_of(method: str) -> type:

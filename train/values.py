@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -94,6 +95,21 @@ def describe(of: type, choices: Mapping[str, tuple[str, ...]]) -> list[tuple[str
         default = "" if field.default is dataclasses.MISSING else "chosen" if field.default is None else field.default
         rows.append((field.name, kind_name, str(default)))
     return rows
+
+
+def meanings(of: type) -> dict[str, str]:
+    """The text of every key in the docstrings of ``of`` and its bases; keys that share a line share its text."""
+    found: dict[str, str] = {}
+    for part in (kind for kind in reversed(of.__mro__) if dataclasses.is_dataclass(kind)):
+        keys: list[str] = []
+        for line in (part.__doc__ or "").partition("Attributes:\n")[2].splitlines():
+            entry = re.match(r" {8}([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)", line)
+            if entry:
+                keys = entry[1].split(", ")
+                found |= dict.fromkeys(keys, entry[2])
+            else:
+                found |= {key: f"{found[key]} {line.strip()}" for key in keys}
+    return {key: text.replace("`", "").strip() for key, text in found.items()}
 
 
 def _kinds(of: type) -> dict[str, tuple[type, bool]]:

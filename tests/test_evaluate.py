@@ -176,7 +176,7 @@ def test_the_command_prints_what_it_measured_on_what(make_workspace: MakeWorkspa
     ("arguments", "words"),
     [
         ([], "one of --run NAME and --embeddings NAME"),
-        (["--run", "a", "--embeddings", "b"], "one of --run NAME and --embeddings NAME"),
+        (["--run", "a", "--embeddings", "b"], "no run 'a'"),
         (["--run", "none"], "no run 'none'"),
         (["--embeddings", "none"], "embeddings"),
         (["--embeddings", "clip", "--truth", "none.parquet"], "none.parquet"),

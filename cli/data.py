@@ -159,6 +159,11 @@ def _print_status(summary: dict[str, Any]) -> None:
         print(f"from {source['path']} ({source['format']}{rows})")
     if "counts" in summary:
         _print_counts(summary["counts"])
+    if summary.get("lost"):
+        print(
+            f"LOST: {len(summary['lost']):,} files that sharding made are gone, the first {summary['lost'][0]}; bring"
+        )
+        print("them back, or shard again with --overwrite")
     console = Console(soft_wrap=True, markup=False)
     if summary["stages"]:
         table = Table("stage", "state", "made from", "made by")

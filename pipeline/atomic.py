@@ -107,6 +107,18 @@ def read_table(
     return table
 
 
+def new_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+    """A new ``.npy`` file, mapped for writing, with its room on the disk taken.
+
+    Without that, writing to the map on a full disk would end the process by a signal (SIGBUS), without a word.
+    """
+    array: np.ndarray = np.lib.format.open_memmap(path, "w+", dtype, shape)
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+    return array
+
+
 def map_array(path: Path) -> np.ndarray:
     """Map a ``.npy`` file that a stage has left.
 

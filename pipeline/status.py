@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.parts import PARTS
 from fnpipe.pipeline.shard import ShardConfig, summary_of
+from fnpipe.pipeline.storage import is_remote, local_path
 from fnpipe.pipeline.workspace import MADE_BY, MANIFEST, RUN_CONFIG, Stage, Workspace, read_manifest
 
 _EXAMPLES = 5
@@ -23,8 +25,8 @@ def status(workspace: str, *, quarantine: bool = False) -> dict[str, Any]:
     """Describe a directory, whatever state it is in.
 
     Returns:
-        state (a sentence), sources, counts (of a finished sharding), stages (name, state, made_from, made_with), next
-        (a command), and, if asked for, examples of quarantined rows by reason.
+        state (a sentence), sources, counts and lost files (of a finished sharding), stages (name, state, made_from,
+        made_with), next (a command), and, if asked for, examples of quarantined rows by reason.
 
     Raises:
         InputError: there is no such directory.
@@ -40,16 +42,29 @@ def status(workspace: str, *, quarantine: bool = False) -> dict[str, Any]:
     summary["sources"] = manifest["sources"]
     if not manifest.get("complete"):
         return {**summary, **_unfinished(root, manifest)}
-    stages = _stages(Workspace.open(root))
+    workspace = Workspace.open(root)
+    stages = _stages(workspace)
     summary |= {
         "state": "sharded",
         "counts": summary_of(root, manifest),
+        "lost": _lost(workspace),
         "stages": stages,
         "next": _next(root, stages),
     }
     if quarantine:
         summary["quarantine"] = _examples(root)
     return summary
+
+
+def _lost(workspace: Workspace) -> list[str]:
+    """The files of the sharding, on local disks, that are not where it left them."""
+    shards = range(workspace.n_shards)
+    tars = [workspace.shard_url(shard) for shard in shards]
+    tables = [path(shard) for path in (workspace.pairs_path, workspace.images_path) for shard in shards]
+    return [
+        *(tar for tar in tars if not is_remote(tar) and not os.path.isfile(local_path(tar))),
+        *(str(table) for table in tables if not table.is_file()),
+    ]
 
 
 def _without_manifest(root: Path) -> dict[str, str]:

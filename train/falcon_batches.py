@@ -11,6 +11,8 @@ needs beside that is small: which images the epoch has used, and the weights for
 
 from __future__ import annotations
 
+import math
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +25,7 @@ import torch
 from fnpipe.mining.members import Members
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.batches import Batch, EpochPlan, Loader
+from fnpipe.train.batches import Batch, Loader
 from fnpipe.train.falcon import Chooser, Draws, Recorded, Snapshot, construct, pair_similarities
 
 # Similarities of open search spaces alive at a time.
@@ -44,13 +46,21 @@ class FalconSource:
     def __init__(self, members: Members, embeddings: Embeddings, batch_size: int, search_space: int, seed: int) -> None:
         """
         Raises:
-            InputError: there are too few images for a batch of two.
+            InputError: there are too few images for a batch of two, or the similarities of a search space would not fit
+                into this machine's memory.
         """
         self.members, self.embeddings, self.seed = members, embeddings, seed
         self.batch_size = min(batch_size, len(members.images))
         if self.batch_size < 2:
             raise InputError(f"{embeddings.stage.path}: falcon's batches hold two pairs at least; use more images")
-        self.search_space = max(search_space, self.batch_size)
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # The product and its transpose stand side by side for a moment.
+        largest = math.isqrt(memory // 2 // 8)
+        if min(search_space, len(members.images)) > largest:
+            raise InputError(
+                f"search_space {search_space}: half of the memory is enough for {largest}; choose a smaller"
+            )
+        self.search_space = min(max(search_space, self.batch_size), len(members.images))
 
     @property
     def batches_per_epoch(self) -> int:
@@ -61,10 +71,6 @@ class FalconSource:
         rows = np.random.default_rng([self.seed, epoch, 0xFA]).permutation(len(self.members.images))
         cuts = range(self.search_space, len(rows), self.search_space)
         return [np.sort(space) for space in np.split(rows, list(cuts))]
-
-    def epoch(self, epoch: int) -> EpochPlan:
-        """No plan: falcon's batches are not known before they are made."""
-        raise NotImplementedError
 
 
 class EmbeddingCache:

@@ -40,7 +40,7 @@ class Inputs:
 
     workspace: Workspace
     samples: Samples
-    source: BatchSource
+    source: BatchSource | FalconSource
     image_ids: np.ndarray
     edges: EdgeLookup | None
     identity: Identity | None
@@ -61,11 +61,9 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
     members = read_members(workspace)
     plan = find_plan(workspace, config)
     batch_size = config.batch_size or (64 if architecture == TINY else 128)
-    source: BatchSource
-    batches_per_epoch = None
+    source: BatchSource | FalconSource
     if config.method == FALCON:
         source = open_falcon(workspace, config, batch_size)
-        batches_per_epoch = source.batches_per_epoch
         digests[source.embeddings.stage.name] = source.embeddings.stage.digest
     elif plan is not None:
         source = PlannedBatches(plan)
@@ -76,7 +74,7 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
             )
     else:
         source = RandomBatches(members, batch_size, config.seed)
-    if config.min_recorded_probability > 0 and config.method != FALCON:
+    if config.min_recorded_probability > 0 and not isinstance(source, FalconSource):
         source = WithoutPairs(source, doubted_pairs(find_edges(workspace, config), config.min_recorded_probability))
     edges, identity, thresholds = None, None, (EcmConfig.tau_low, EcmConfig.tau_high)
     if config.method_losses.ecm or config.edges is not None:
@@ -102,7 +100,7 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         identity=identity,
         thresholds=thresholds,
         truth=truth,
-        batches_per_epoch=len(source.epoch(0)) if batches_per_epoch is None else batches_per_epoch,
+        batches_per_epoch=source.batches_per_epoch if isinstance(source, FalconSource) else len(source.epoch(0)),
         stream=stream,
         digests=digests,
     )

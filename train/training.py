@@ -163,9 +163,11 @@ class Training:
 
     def _batches(self, epoch: int) -> Iterator[Batch]:
         """This process's share of the epoch's batches, without those that are done."""
-        if self.falcon is not None:
+        source = self.inputs.source
+        if isinstance(source, FalconSource):
+            assert self.falcon is not None
             return self.falcon.batches(epoch, self.position.batches)
-        plan = self.inputs.source.epoch(epoch)
+        plan = source.epoch(epoch)
         mine = share(len(plan), self.group.rank, self.group.world)[self.position.batches :]
         return self.loader.batches(plan, epoch, mine)
 
@@ -268,9 +270,9 @@ class Training:
         self._save()
         if math.isfinite(value):
             raise InputError(f"{self.directory}: the {what} of another process is no number; see its message")
-        rows = ""
-        if self.falcon is None:
-            plan = self.inputs.source.epoch(self.position.epoch)
+        rows, source = "", self.inputs.source
+        if not isinstance(source, FalconSource):
+            plan = source.epoch(self.position.epoch)
             rows = ", ".join(f"{plan.starts[b.number]}-{plan.starts[b.number + 1] - 1}" for b in batches)
             rows = f"plan rows {rows}; "
         pairs = " ".join(map(str, np.concatenate([b.pair_ids for b in batches])))
@@ -368,7 +370,8 @@ class Training:
         assert self.log is not None
         self.log.length()
         lines = [line for line in read_metrics(self.directory, "step") if line["epoch"] == epoch]
-        means = {k: np.mean([line[k] for line in lines]) for k in (*self._loss_names(), "coverage") if k in lines[0]}
+        names = (*self._loss_names(), "coverage", "q", "reward")
+        means = {k: np.mean([line[k] for line in lines]) for k in names if k in lines[0]}
         said = [f"{name} {value:.3f}" for name, value in means.items()]
         said += [f"{k} {figures[k]:.1f}" for k in ("tr_r1", "ir_r1", "map_at_r") if k in figures]
         return f"epoch {epoch + 1} of {self.config.epochs}: {', '.join(said)}"

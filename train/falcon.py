@@ -263,7 +263,7 @@ def reinforce_loss(policy: Policy, x: torch.Tensor, u: torch.Tensor, advantage: 
         x: (n, m) inputs. u: (n,) draws.
     """
     log_density: torch.Tensor = policy.distribution(x).log_prob(u)  # type: ignore[no-untyped-call]
-    return -advantage * log_density.sum() / len(u) ** 0.5
+    return -advantage * log_density.sum() / math.sqrt(len(u))
 
 
 # Averages a tensor over processes in place.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -29,6 +31,8 @@ _PATH_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirec
 # What the system says when the machine is at its end.
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG)
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
 WorkspaceArgument = Annotated[str, typer.Argument(metavar="WORKSPACE", help="The workspace directory.")]
 OverwriteFlag = Annotated[bool, typer.Option("--overwrite", help="Throw away what is there and start afresh.")]
@@ -52,8 +56,17 @@ def emit(summary: Mapping[str, Any], as_json: bool, render: Callable[[], None]) 
         render()
 
 
+def printable(text: object) -> str:
+    """A text from outside for a terminal: what would command it (escape sequences) is spelled out."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
+
 def main() -> None:
     """Run the command line. Exit codes: 0 done, 1 our fault or the machine's, 2 the input's or the flags'."""
+    for stream in (sys.stdout, sys.stderr):
+        # A file may be named by bytes that are no text.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(run(sys.argv[1:]))
 
 
@@ -120,5 +133,5 @@ def _is_named(path: str, arguments: list[str]) -> bool:
 
 
 def _fail(message: str) -> int:
-    print("fnpipe: " + " ".join(message.split()), file=sys.stderr)
+    print("fnpipe: " + printable(" ".join(message.split())), file=sys.stderr)
     return 2

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fnpipe.cli.app import JsonFlag, OverwriteFlag, app, emit
+from fnpipe.cli.app import JsonFlag, OverwriteFlag, app, emit, printable
 
 
 @app.command("shard")
@@ -127,7 +127,7 @@ def _print_shard(summary: dict[str, Any]) -> None:
         print("already finished; nothing was changed")
     _print_counts(summary)
     for note in summary["notes"]:
-        print(f"note: {note}")
+        print(printable(f"note: {note}"))
     if "seconds" in summary:
         rate = summary["images"] / max(summary["seconds"], 1e-9)
         print(f"{summary['seconds']:,.1f} s, {rate:,.0f} images/s")
@@ -174,5 +174,5 @@ def _print_status(summary: dict[str, Any]) -> None:
         print(f"{reason}:")
         for row in rows:
             where = "" if row["row"] is None else f" row {row['row']}"
-            print(f"  {row['source']}{where} {row['image'] or ''}: {row['detail']}")
+            print(printable(f"  {row['source']}{where} {row['image'] or ''}: {row['detail']}"))
     print(f"next: {summary['next']}")

@@ -56,6 +56,8 @@ def begin(root: Path, begun: dict[str, Any], *, overwrite: bool) -> dict[str, An
     Raises:
         InputError: the directory holds other things, or was begun with other sources or parameters.
     """
+    for leftover in root.glob(f"{atomic.TEMPORARY_PREFIX}????????.*"):
+        leftover.unlink()
     manifest = read_manifest(root)
     if manifest is None:
         foreign = next((name for name in _OUTPUTS if (root / name).exists()), None)

@@ -42,12 +42,12 @@ def status(workspace: str, *, quarantine: bool = False) -> dict[str, Any]:
     summary["sources"] = manifest["sources"]
     if not manifest.get("complete"):
         return {**summary, **_unfinished(root, manifest)}
-    workspace = Workspace.open(root)
-    stages = _stages(workspace)
+    opened = Workspace.open(root)
+    stages = _stages(opened)
     summary |= {
         "state": "sharded",
         "counts": summary_of(root, manifest),
-        "lost": _lost(workspace),
+        "lost": _lost(opened),
         "stages": stages,
         "next": _next(root, stages),
     }

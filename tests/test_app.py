@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from conftest import MakePairs, MakeWorkspace
+from conftest import MakePairs, MakeWorkspace, png
 from fnpipe.cli.app import run
 from fnpipe.pipeline.errors import InputError
 
@@ -135,3 +137,25 @@ def test_a_manifest_without_its_keys_is_damaged_and_a_lost_table_is_named(
     for command in ("status", "build-graph"):
         assert run([command, str(workspace.root)]) == 2
         assert "fnpipe.json: damaged" in one_line(capsys)
+
+
+def test_names_from_outside_do_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    odd = "a\x1b[31mred\x07"
+    (tmp_path / "pairs.json").write_text(
+        json.dumps([{"image": odd, "caption": "c"}, {"image": "b.png", "caption": "c"}])
+    )
+    (tmp_path / "b.png").write_bytes(png((1, 2, 3)))
+    assert run(["shard", str(tmp_path / "pairs.json"), str(tmp_path / "ws"), "--workers", "1"]) == 0
+    assert run(["status", str(tmp_path / "ws"), "--quarantine"]) == 0
+    printed = capsys.readouterr().out
+    assert "a\\x1b[31mred\\x07" in printed
+    assert "\x1b" not in printed
+    assert run(["status", str(tmp_path / odd)]) == 2
+    assert "\x1b" not in one_line(capsys)
+
+
+def test_a_path_of_bytes_that_are_no_text_can_be_spoken_of(tmp_path: Path):
+    command = [sys.executable, "-m", "fnpipe.cli", "status", os.fsencode(tmp_path) + b"/\xff"]
+    found = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "utf-8"})
+    assert found.returncode == 2
+    assert b"\\udcff: no such directory" in found.stderr

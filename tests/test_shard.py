@@ -492,6 +492,7 @@ def test_leftovers_of_a_killed_run_are_swept(make_pairs: MakePairs, shard_to: Sh
     with pytest.raises(TypeError):
         shard_to("workspace", source)
     (tmp_path / "workspace" / "shards" / ".tmp-half.tar").write_bytes(b"half")
+    (tmp_path / "workspace" / ".tmp-abcd1234.json").write_bytes(b"{")
     monkeypatch.undo()
     shard_to("workspace", source)
     assert not list((tmp_path / "workspace").rglob(".tmp-*"))

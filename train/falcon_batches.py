@@ -2,7 +2,8 @@
 
 An epoch's images are cut at random into search spaces of M pairs. Some of them are open at a time, as many as memory
 bounds; a batch is constructed in one of these, drawn by what it has left, and takes its pairs out of it. The embeddings
-are those that training's own forward passes left behind, an epoch ago; in the first epoch, stored ones.
+are those that training's own forward passes left behind, an epoch ago; in the first epoch, stored ones. What is left of
+a search space is easier than what was taken first, so hardness falls within an epoch where few spaces make it.
 
 Batches are constructed ahead, in a thread, each with the policy's weights of an exact number of steps before, which the
 caller's thread hands over; so timing decides nothing. Every draw derives from (seed, epoch, batch). What a resumed run

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -11,10 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from conftest import MakePairs
 from fnpipe.cli.app import run
 from fnpipe.pipeline import atomic
+from fnpipe.train.tensorfile import write_state
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -91,3 +94,21 @@ def test_an_array_that_finds_no_room_is_an_error_and_not_a_signal(tmp_path: Path
     # All of it has blocks on the disk: none is left to be found when it is written to.
     new = atomic.new_array(tmp_path / "b.npy", np.int64, (1000, 8))
     assert os.stat(tmp_path / "b.npy").st_blocks * 512 >= new.nbytes
+
+
+def test_a_state_that_finds_no_room_says_so_in_the_system_s_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    class Full(io.BytesIO):
+        def write(self, data: object) -> int:
+            raise OSError(28, "No space left on device")
+
+    path = tmp_path / "last.state"
+    write_state(path, {"step": 1, "weights": torch.arange(9.0)})
+    before = path.read_bytes()
+    assert torch.load(path, weights_only=True)["weights"].tolist() == list(range(9))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", lambda *_: Full())
+        with pytest.raises(OSError, match="No space left on device") as caught:
+            write_state(path, {"step": 2, "weights": torch.zeros(1 << 20)})
+    assert caught.value.filename == str(path)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["last.state"]

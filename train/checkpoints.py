@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
-from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train.model import VLModel, save_model
 from fnpipe.train.runs import CHECKPOINTS
+from fnpipe.train.tensorfile import write_state
 
 STATE = "last.state"
 
@@ -72,8 +72,7 @@ def save_state(
         "falcon": None if falcon is None else falcon.state_dict(),
         "vacsr": None if vacsr is None else vacsr.state_dict(),
     }
-    with atomic.replacing(directory / CHECKPOINTS / STATE) as temporary:
-        torch.save(state, temporary)
+    write_state(directory / CHECKPOINTS / STATE, state)
     save_weights(directory, "last", model if average is None else average)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fnpipe.pipeline import atomic
 from fnpipe.train.runs import METRICS
 
 if TYPE_CHECKING:
@@ -19,12 +20,14 @@ class Log:
     """Appends lines to ``metrics.jsonl`` and scalars to TensorBoard, where that is installed and asked for."""
 
     def __init__(self, directory: Path, tensorboard: bool, step: int) -> None:
-        self._file = (directory / METRICS).open("a", encoding="utf-8")
+        self._path = directory / METRICS
+        self._file = self._path.open("a", encoding="utf-8")
         self._board = _board(directory / "tensorboard", step) if tensorboard else None
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """One line: ``{"kind": ..., "step": ..., **values}``; numbers go to TensorBoard as ``kind/name``."""
-        self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
+        with atomic.naming(self._path):
+            self._file.write(json.dumps({"kind": kind, "step": step, **values}) + "\n")
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, int | float) and name not in ("epoch", "batch"):
@@ -32,11 +35,13 @@ class Log:
 
     def length(self) -> int:
         """Bytes written so far, all of them with the operating system."""
-        self._file.flush()
+        with atomic.naming(self._path):
+            self._file.flush()
         return self._file.tell()
 
     def close(self) -> None:
-        self._file.close()
+        with atomic.naming(self._path):
+            self._file.close()
         if self._board is not None:
             self._board.close()
 
@@ -72,7 +77,8 @@ def plot_losses(directory: Path, losses: list[str]) -> Path:
     axes.set_ylabel(f"loss (mean of {window} steps)" if window > 1 else "loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(directory / PLOT, dpi=120)
+    with atomic.naming(directory / PLOT):
+        figure.savefig(directory / PLOT, dpi=120)
     return directory / PLOT
 
 
@@ -106,7 +112,8 @@ def plot_quantiles(directory: Path) -> Path:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
-    figure.savefig(directory / QUANTILES_PLOT, dpi=120)
+    with atomic.naming(directory / QUANTILES_PLOT):
+        figure.savefig(directory / QUANTILES_PLOT, dpi=120)
     return directory / QUANTILES_PLOT
 
 

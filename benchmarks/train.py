@@ -201,9 +201,11 @@ def time_round(ways: dict[str, tuple[Steps, bool]], batch: StepInput, number: in
 
 
 def time_loader(images: int, rounds: int = 3) -> dict[str, float]:
-    """Samples a second of the loader on a shuffled plan, against WebDataset read front to back with the same decode."""
+    """Samples a second of one core: the loader on a shuffled plan, and WebDataset front to back with the same decode."""
     import webdataset
 
+    # Threads that wait for each other inside one small picture's resize take CPU seconds and do nothing.
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
         workspace = _jpeg_workspace(Path(scratch), images)
         samples = Samples.of(workspace)
@@ -285,8 +287,9 @@ def main() -> None:
         "--blip", action=argparse.BooleanOptionalAction, default=True, help="Con-D of BLIP-base's shape"
     )
     arguments = parser.parse_args()
+    found = {**time_lookup(arguments.edges), **time_loader(arguments.images)}
     torch.set_num_threads(arguments.threads)
-    found = {**time_lookup(arguments.edges), **time_loader(arguments.images), **time_steps(arguments)}
+    found |= time_steps(arguments)
     print(json.dumps({key: round(value, 4) for key, value in found.items()}))
 
 

@@ -201,7 +201,7 @@ def time_round(ways: dict[str, tuple[Steps, bool]], batch: StepInput, number: in
 
 
 def time_loader(images: int, rounds: int = 3) -> dict[str, float]:
-    """Samples a second of one core: the loader on a shuffled plan, and WebDataset front to back with the same decode."""
+    """Samples a second of one core: the loader on a shuffled plan, against WebDataset front to back, decoded alike."""
     import webdataset
 
     # Threads that wait for each other inside one small picture's resize take CPU seconds and do nothing.

@@ -64,8 +64,6 @@ def walk_graph(
     Returns:
         (m,) int64, every row of ``members.images`` once; and how many steps were taken by list, fallback and restart.
     """
-    embeddings.images.warm()
-    embeddings.texts.warm()
     count = len(members.images)
     restarts = rng.permutation(count)
     row_of_image = np.full(len(embeddings.images), -1, np.int32)
@@ -82,8 +80,8 @@ def walk_graph(
     network = Network(
         captions,
         images,
-        *_sketch(embeddings.images, members.images[rows]),
-        *_sketch(embeddings.texts, pair_ids[rows]),
+        *_sketch(embeddings.images, members.images, place),
+        *_sketch(embeddings.texts, pair_ids, place),
         np.searchsorted(region[rows], np.arange(region.max() + 2)).astype(np.int64),
     )
     order, kinds = walk(network, place[restarts])
@@ -136,28 +134,31 @@ def _moved(lists: np.ndarray, rows: np.ndarray, place: np.ndarray) -> np.ndarray
     return moved
 
 
-def _sketch(rows: Rows, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as (n, d) int8, and what each is scaled by, (n,) float32: exact enough to choose among the near."""
+def _sketch(rows: Rows, ids: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows as (n, d) int8, and what each is scaled by, (n,) float32: exact enough to choose among the near.
+
+    They are read in the order of ``ids``, which for ascending ones is that of the files, and stand at their ``place``.
+    """
     sketches, scales = np.empty((len(ids), rows.width), np.int8), np.empty(len(ids), np.float32)
 
     def fill(start: int) -> None:
         block = slice(start, start + _BLOCK)
-        _quantise(rows.take(ids[block]), sketches[block], scales[block])
+        _quantise(rows.take(ids[block]), place[block], sketches, scales)
 
     _in_blocks(fill, len(ids))
     return sketches, scales
 
 
 @compiled
-def _quantise(values: np.ndarray, sketches: np.ndarray, scales: np.ndarray) -> None:
-    for row in range(len(values)):
-        largest = np.float32(1e-12)
+def _quantise(values: np.ndarray, place: np.ndarray, sketches: np.ndarray, scales: np.ndarray) -> None:
+    for n in range(len(values)):
+        row, largest = place[n], np.float32(1e-12)
         for d in range(values.shape[1]):
-            largest = max(largest, abs(values[row, d]))
+            largest = max(largest, abs(values[n, d]))
         scales[row] = largest / np.float32(127)
         unit = np.float32(127) / largest
         for d in range(values.shape[1]):
-            sketches[row, d] = np.int8(np.rint(values[row, d] * unit))
+            sketches[row, d] = np.int8(np.rint(values[n, d] * unit))
 
 
 def _in_blocks(fill: Callable[[int], None], count: int) -> None:

@@ -74,7 +74,7 @@ def write_tables(
         if not len(part):
             continue
         if repeated is not None:
-            part = _distinct_keys(part, repeated, shard)
+            part = _distinct_keys(part, repeated)
         first, inside = _images_in(part)
         number = len(done.shards)
         pairs = _pairs(part, number, image_id + inside, pair_id, drawn)
@@ -182,7 +182,7 @@ def _repeated_keys(parts: Path, shards: int) -> pa.Array:
     return counts.field("values").filter(pc.greater(counts.field("counts"), 1))
 
 
-def _distinct_keys(part: pa.Table, repeated: pa.Array, shard: int) -> pa.Table:
+def _distinct_keys(part: pa.Table, repeated: pa.Array) -> pa.Table:
     """Keys that other shards have as well get their position behind them."""
     mine = pc.is_in(part["key"], value_set=repeated)
     positions = pc.cast(part["position"], pa.string())

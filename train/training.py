@@ -83,7 +83,7 @@ class Training:
             workers=int(config.workers or 0),
             stream=inputs.stream,
         )
-        self.step = TrainStep(model, _step_config(config, inputs, group))
+        self.step = TrainStep(model, _step_config(config, group))
         # Under itc the fusion encoder and the heads get no gradient, which DDP must be told to expect.
         whole = bool(config.itm and config.mlm)
         self.parallel: Any = self.step
@@ -421,7 +421,7 @@ def _pixels(config: TrainConfig, inputs: Inputs, model: VLModel) -> Pixels:
     return FullPixels(inputs.samples, model.image_size, augment, config.seed)
 
 
-def _step_config(config: TrainConfig, inputs: Inputs, group: Processes) -> StepConfig:
+def _step_config(config: TrainConfig, group: Processes) -> StepConfig:
     gathering = config.gather and group.world > 1
     return StepConfig(
         itm=bool(config.itm),

@@ -66,7 +66,7 @@ def read_webdataset(source: Source, how: ReadOptions, rows: RowBuilder, tools: T
     settled = False
     for number, (path, tar) in enumerate(zip(source.members, tools.map(index, source.members), strict=True)):
         if tar.samples and not settled:
-            _require_captions(path, tar, how)
+            _require_captions(path, tar)
             settled = True
         if not len(tar.table):
             source.notes.append(f"{source.name}: {path} holds no samples")
@@ -143,7 +143,7 @@ def _caption(sample: Sample, field: str | None) -> Any:
     return MISSING if text is None else text.decode("utf-8-sig")
 
 
-def _require_captions(path: str, tar: IndexedTar, how: ReadOptions) -> None:
+def _require_captions(path: str, tar: IndexedTar) -> None:
     if tar.captioned:
         return
     way = "name it with --caption-column json:FIELD" if "json" in tar.fields else "fnpipe needs .txt or .json members"
@@ -171,7 +171,7 @@ def _unpack(path: str, spool: Path) -> str:
     target = spool / f"{path.strip('/').replace('/', '_')[-80:]}-{size_of(path)}.tar"
     if not target.exists():
         with open_binary(path) as raw, atomic.replacing(target) as temporary, temporary.open("wb") as out:
-            _copy(path, _unpacker(raw), out)
+            _copy(_unpacker(raw), out)
     return str(target)
 
 
@@ -181,7 +181,7 @@ def _unpacker(raw: IO[bytes]) -> IO[bytes]:
     return opened
 
 
-def _copy(path: str, packed: IO[bytes], out: IO[bytes]) -> None:
+def _copy(packed: IO[bytes], out: IO[bytes]) -> None:
     try:
         shutil.copyfileobj(packed, out, 1 << 20)
     except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:

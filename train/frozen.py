@@ -41,6 +41,7 @@ from fnpipe.train.log import Log, plot_losses, read_metrics
 from fnpipe.train.loop import asked_values, deterministic, stop_signals
 from fnpipe.train.processes import choose_device
 from fnpipe.train.runs import CHECKPOINTS, CONFIG, METRICS, read_run_config, run_directory
+from fnpipe.train.tensorfile import write_state
 from fnpipe.train.training import AfterStep, Report
 from fnpipe.train.vacsr import SeededNoise, vacsr_loss
 
@@ -377,8 +378,7 @@ class FrozenTraining:
             "net": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-        with atomic.replacing(self.directory / CHECKPOINTS / STATE) as temporary:
-            torch.save(state, temporary)
+        write_state(self.directory / CHECKPOINTS / STATE, state)
         self._save_weights("last")
 
     def _save_weights(self, name: str) -> None:

@@ -78,9 +78,11 @@ def _read_table(path: Path) -> tuple[pa.Table, str]:
         raise InputError(f"{path}: no such truth file")
     try:
         table = pq.read_table(path)
+        # Names and texts of a damaged file need not be UTF-8.
+        has = table.column_names
+        table.validate(full=True)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path}: not a Parquet file ({str(error).splitlines()[0]})") from None
-    has = table.column_names
     form = next((name for name in ("concept", "caption") if name in has), None)
     if "image" not in has or form is None:
         raise InputError(

@@ -502,7 +502,7 @@ def load_model(path: str | Path) -> VLModel:
     """
     tensors, metadata = read_tensors(Path(path))
     if str(metadata.get("format")).startswith("fnpipe-frozen"):
-        raise InputError(f"{path}: a network on frozen embeddings ({metadata['method']}), which reads no pictures")
+        raise InputError(f"{path}: a network on frozen embeddings ({metadata.get('method')}), which reads no pictures")
     if metadata.get("format") != _FORMAT:
         raise InputError(f"{path}: not a model saved by fnpipe (format {metadata.get('format')!r})")
     try:

@@ -21,6 +21,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import argparse
 import json
 import resource
+import shlex
 import shutil
 import signal
 import sys
@@ -74,7 +75,7 @@ def read_faults(path: Path) -> Iterator[Fault]:
     for block in path.read_text().split("\n\n"):
         lines = [line for line in block.splitlines() if not line.startswith("#")]
         if lines and lines[0].startswith("== "):
-            file, *tests = lines[0][3:].split()
+            file, *tests = shlex.split(lines[0][3:])
         elif lines:
             old, new = ("\n".join(line[2:] for line in lines[1:] if line[0] == sign) for sign in "-+")
             yield Fault(file, tuple(tests), lines[0], old, new)

@@ -128,9 +128,7 @@ class PlanProposer:
         self.embeddings = embeddings
         self.k = k
         self.image_of = pair_images(workspace)
-        self.usable = train_pairs(workspace)
-        self.usable[embeddings.bad_pairs] = False
-        self.usable[np.isin(self.image_of, embeddings.bad_images)] = False
+        self.usable = train_pairs(workspace) & embeddings.usable(self.image_of, np.arange(workspace.n_pairs))
         self.usable_images = np.zeros(workspace.n_images, bool)
         self.usable_images[self.image_of[self.usable]] = True
 

@@ -132,11 +132,9 @@ def cosine(images: np.ndarray, texts: np.ndarray) -> np.ndarray:
 
 def fit_on_recorded(workspace: Workspace, embeddings: Embeddings, *, sample: int = FIT_SAMPLE) -> LogisticFit:
     """The curve that tells recorded pairs of the train split from random combinations of their images and captions."""
-    image_of, usable = pair_images(workspace), train_pairs(workspace)
-    usable[embeddings.bad_pairs] = False
-    usable[np.isin(image_of, embeddings.bad_images)] = False
+    image_of = pair_images(workspace)
     rng = np.random.default_rng(0)
-    pairs = np.flatnonzero(usable)
+    pairs = np.flatnonzero(train_pairs(workspace) & embeddings.usable(image_of, np.arange(workspace.n_pairs)))
     pairs = np.sort(rng.choice(pairs, min(sample, len(pairs)), replace=False))
     others = pairs[rng.permutation(len(pairs))]
     crossed = image_of[pairs] != image_of[others]

@@ -107,7 +107,7 @@ class Judge:
         """The discriminator's view of the recorded pairs of a shard: ``RECORDED_SCHEMA``, train split, by pair_id."""
         table = self.workspace.read_pairs(["pair_id", "image_id"], shard=shard, split="train")
         pairs, image_ids = table["pair_id"].to_numpy(), table["image_id"].to_numpy()
-        usable = ~np.isin(pairs, self.embeddings.bad_pairs) & ~np.isin(image_ids, self.embeddings.bad_images)
+        usable = self.embeddings.usable(image_ids, pairs)
         verdicts = self.verdicts(shard, image_ids[usable], pairs[usable], advance)
         kept = verdicts.judged
         return pa.table([pairs[usable][kept], verdicts.p[kept]], schema=RECORDED_SCHEMA)

@@ -58,8 +58,8 @@ def read_members(workspace: Workspace, embeddings: Embeddings | None = None) -> 
     if not len(pair_ids):
         raise InputError(f"{workspace.root}: no pair of split {SPLIT!r} (it has {_known(workspace)})")
     if embeddings is not None:
-        bad = np.isin(pair_ids, embeddings.bad_pairs) | np.isin(image_ids, embeddings.bad_images)
-        pair_ids, image_ids = pair_ids[~bad], image_ids[~bad]
+        usable = embeddings.usable(image_ids, pair_ids)
+        pair_ids, image_ids = pair_ids[usable], image_ids[usable]
         if not len(pair_ids):
             raise InputError(f"{embeddings.stage.path}: no usable embedding of a {SPLIT!r} pair; see bad.parquet")
     return members_of(pair_ids, image_ids)

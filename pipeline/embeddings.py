@@ -120,6 +120,10 @@ class Embeddings:
         """Open the embeddings ``name``; without a name the only ones there are (InputError names several)."""
         return cls(workspace, workspace.resolve("embeddings", name, "--embeddings"))
 
+    def usable(self, image_ids: np.ndarray, pair_ids: np.ndarray) -> np.ndarray:
+        """(n,) bool: the rows of (n,) image_ids and (n,) pair_ids of which both have an embedding."""
+        return ~np.isin(image_ids, self.bad_images) & ~np.isin(pair_ids, self.bad_pairs)
+
     @property
     def name(self) -> str:
         return self.stage.name.partition("/")[2]

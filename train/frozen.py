@@ -103,10 +103,10 @@ def open_frozen_inputs(workspace: Workspace, config: FrozenConfig) -> FrozenInpu
         members = read_members(workspace, embeddings)
         source = RandomBatches(members, config.batch_size or DEFAULT_BATCH_SIZE, config.seed)
     image_of = pair_images(workspace)
-    bad = np.isin(np.arange(workspace.n_pairs), embeddings.bad_pairs) | np.isin(image_of, embeddings.bad_images)
-    if bad.any():
+    usable = embeddings.usable(image_of, np.arange(workspace.n_pairs))
+    if not usable.all():
         # A plan may have been made from other embeddings, or from none.
-        source = WithoutPairs(source, bad)
+        source = WithoutPairs(source, ~usable)
     edges = identity = truth = None
     if config.edges is not None:
         stage = workspace.resolve("edges", config.edges, "--edges")

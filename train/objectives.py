@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from fnpipe.mining.labels import check_thresholds
 from fnpipe.pipeline.errors import InputError
 
 
@@ -33,8 +34,7 @@ class EcmConfig:
     is no known positive."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tau_low <= self.tau_high <= 1:
-            raise InputError(f"need 0 <= tau_low <= tau_high <= 1, got {self.tau_low} and {self.tau_high}")
+        check_thresholds(self.tau_low, self.tau_high)
         choices = {
             "false_negatives": ("positive", "drop", "ignore"),
             "unscored": ("negative", "next"),

@@ -666,7 +666,10 @@ def fuzz(root: Path, inputs: int, names: list[str] | None, number: int) -> dict[
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         fed[name] = int((root / f"{name}.count").read_text() or 0)
         if code:
-            failed[name] = said.read_text()[-2000:] or f"the process died of {code}"
+            text = said.read_text()
+            failed[name] = (
+                text if len(text) < 4000 else f"{text[:3000]} ... {text[-1000:]}"
+            ) or f"the process died of {code}"
         print(f"{name}: {fed[name]:,} inputs, {'FAILED' if code else 'fine'}", flush=True)
         if code:
             print(failed[name], flush=True)

@@ -94,6 +94,7 @@ def read_table(
             table.schema.field(name)  # Parquet's reader passes over columns that are not there
         if schema is not None and names:
             table = table.select(list(names)).cast(pa.schema([schema.field(name) for name in names]))
+            table.validate(full=True)  # texts of a damaged file need not be UTF-8
     except FileNotFoundError:
         raise InputError(f"{path}: gone; make it again with --overwrite") from None
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
@@ -107,12 +108,12 @@ def read_table(
     return table
 
 
-def new_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
+def new_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.memmap[Any, Any]:
     """A new ``.npy`` file, mapped for writing, with its room on the disk taken.
 
     Without that, writing to the map on a full disk would end the process by a signal (SIGBUS), without a word.
     """
-    array: np.ndarray = np.lib.format.open_memmap(path, "w+", dtype, shape)
+    array: np.memmap[Any, Any] = np.lib.format.open_memmap(path, "w+", dtype, shape)
     if hasattr(os, "posix_fallocate"):
         with path.open("r+b") as file:
             os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)

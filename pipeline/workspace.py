@@ -240,8 +240,8 @@ class Stage:
         """
         meta = _read_json(self.path / META)
         if meta is not None:
-            for key, kind in _META_KEYS.items() if meta.get("complete") else ():
-                if not isinstance(meta.get(key), kind):
+            for key in _META_KEYS if meta.get("complete") else ("params", "inputs"):
+                if not isinstance(meta.get(key), _META_KEYS[key]):
                     raise InputError(f"{self.path / META}: damaged (no {key!r}); run `{self.command}` with --overwrite")
         return meta
 
@@ -353,9 +353,7 @@ class Stage:
 
     def _refuse_mixing(self, meta: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]]) -> None:
         for part in ("params", "inputs"):
-            before, now = meta.get(part), wanted[part]
-            if not isinstance(before, dict):
-                raise InputError(f"{self.path / META}: damaged (no {part!r}); run `{self.command}` with --overwrite")
+            before, now = meta[part], wanted[part]
             for key in sorted(before.keys() | now.keys()):
                 if before.get(key) != now.get(key):
                     what = key if part == "params" else f"input {key}"

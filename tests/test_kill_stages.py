@@ -17,6 +17,7 @@ import torch
 from conftest import MakePairs
 from fnpipe.cli.app import run
 from fnpipe.pipeline import atomic
+from fnpipe.train import checkpoints
 from fnpipe.train.tensorfile import write_state
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -112,3 +113,14 @@ def test_a_state_that_finds_no_room_says_so_in_the_system_s_words(tmp_path: Path
     assert caught.value.filename == str(path)
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["last.state"]
+
+
+def test_weights_are_written_before_the_state_that_calls_them_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    # The other way about, a run killed between the two at its end would be finished with the weights of before.
+    written: list[str] = []
+    monkeypatch.setattr(checkpoints, "save_weights", lambda directory, name, model: written.append(name))
+    monkeypatch.setattr(checkpoints, "write_state", lambda path, state: written.append(path.name))
+    model = torch.nn.Linear(2, 2)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    checkpoints.save_state(tmp_path, checkpoints.Position(), model, torch.optim.AdamW(model.parameters()), scaler, None)
+    assert written == ["last", "last.state"]

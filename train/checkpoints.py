@@ -72,8 +72,10 @@ def save_state(
         "falcon": None if falcon is None else falcon.state_dict(),
         "vacsr": None if vacsr is None else vacsr.state_dict(),
     }
-    write_state(directory / CHECKPOINTS / STATE, state)
+    # The state last: a run that is killed between the two goes on from the one before, and writes both again. The other
+    # way about, one that was killed behind its last step would keep the weights of an earlier one.
     save_weights(directory, "last", model if average is None else average)
+    write_state(directory / CHECKPOINTS / STATE, state)
 
 
 def load_state(

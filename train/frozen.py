@@ -378,8 +378,9 @@ class FrozenTraining:
             "net": self.net.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
-        write_state(self.directory / CHECKPOINTS / STATE, state)
+        # The state last, as in `checkpoints.save_state`.
         self._save_weights("last")
+        write_state(self.directory / CHECKPOINTS / STATE, state)
 
     def _save_weights(self, name: str) -> None:
         model = FrozenModel(self.config.method, self.net, self.record["source"])

@@ -315,10 +315,11 @@ class Training:
             return
         self.position.log_bytes = self.log.length()
         vacsr = self.step.vacsr
+        # Before the state, which a run that is killed in between does not have yet, and so writes all again.
+        self._save_vacsr("last")
         save_state(
             self.directory, self.position, self.model, self.optimizer, self.scaler, self.average, self.falcon, vacsr
         )
-        self._save_vacsr("last")
 
     def _save_weights(self, name: str) -> None:
         save_weights(self.directory, name, self.product)

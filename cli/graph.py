@@ -26,6 +26,10 @@ def build_graph_command(
         int, typer.Option("--recall-check", help="Random rows to check against exact search; 0 for none.")
     ] = 1000,
     seed: Annotated[int, typer.Option("--seed", help="Seed of everything drawn.")] = 0,
+    engine: Annotated[str, typer.Option(help="local, or ray.")] = "local",
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of the Ray cluster (HOST:PORT or auto); one is started here if not given.")
+    ] = None,
     overwrite: OverwriteFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -43,6 +47,8 @@ def build_graph_command(
         device=device,
         recall_check=recall_check,
         seed=seed,
+        engine=engine,
+        ray_address=ray_address,
         overwrite=overwrite,
     )
     summary = build_graph(Workspace.open(workspace), config)

@@ -52,15 +52,22 @@ def empty_short_lists(queries: int, length: int) -> tuple[np.ndarray, np.ndarray
 
 
 @compiled
+def _worse(key: int, candidate: int, other_key: int, other: int) -> bool:
+    return key < other_key or (key == other_key and candidate > other)
+
+
+@compiled
 def _replace_root(keys: np.ndarray, candidates: np.ndarray, row: int, key: int, candidate: int) -> None:
     place, size = 0, keys.shape[1]
     while True:
         child = 2 * place + 1
         if child >= size:
             break
-        if child + 1 < size and keys[row, child + 1] < keys[row, child]:
+        if child + 1 < size and _worse(
+            keys[row, child + 1], candidates[row, child + 1], keys[row, child], candidates[row, child]
+        ):
             child += 1
-        if keys[row, child] >= key:
+        if not _worse(keys[row, child], candidates[row, child], key, candidate):
             break
         keys[row, place] = keys[row, child]
         candidates[row, place] = candidates[row, child]
@@ -79,11 +86,11 @@ def push_bits(
     keys: np.ndarray,
     candidates: np.ndarray,
 ) -> None:
-    """Offer a block of scores to the short lists of some queries.
+    """Offer a block of scores to the short lists of some queries; of equal scores the lower candidates are kept.
 
     Args:
-        scores: at least (q, c) int16, the bits of bfloat16; column ``x`` is candidate ``first_candidate + x``. What
-            lies beyond q rows or c columns is padding.
+        scores: at least (q, c) int16, the bits of bfloat16; column ``x`` is candidate ``first_candidate + x``, and a
+            query is offered its candidates in ascending order. What lies beyond q rows or c columns is padding.
         queries: (q,) int64, the short list that each row of scores belongs to.
         query_owners: (lists,) int64. candidate_owners: (c,) int64. A candidate of the query's own owner is passed over.
         keys, candidates: (lists, length) heaps, changed in place.
@@ -168,3 +175,16 @@ def rerank(
         for n in range(k):
             rows[query, n] = order[n] if n < size else -1
             sims[query, n] = found[n] if n < size else -np.inf
+
+
+@compiled
+def similarities(queries: np.ndarray, bits: np.ndarray, candidates: np.ndarray, sims: np.ndarray) -> None:
+    """The float32 similarities that `rerank` sorts by, in the order of the short lists.
+
+    Args:
+        queries, bits, candidates: as `rerank`. sims: (q, length) float32, filled here; -inf where no candidate is.
+    """
+    for query in range(len(queries)):
+        for n in range(candidates.shape[1]):
+            candidate = candidates[query, n]
+            sims[query, n] = _similarity(queries[query], bits[candidate]) if candidate >= 0 else -np.inf

@@ -11,9 +11,9 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from fnpipe.mining.device_search import DeviceRows
 from fnpipe.mining.exact import exact_nearest
 from fnpipe.mining.ivf import (
     TRAINING_ROWS_PER_CELL,
-    InvertedLists,
+    Cells,
     assign_cells,
     cell_count,
     fill_lists,
@@ -36,20 +36,28 @@ from fnpipe.mining.ivf import (
     train_cells,
 )
 from fnpipe.mining.members import Members, read_members
+from fnpipe.mining.parts import PartPool, Parts, open_pool, search_parts
+from fnpipe.mining.sides import Side, sides
 from fnpipe.pipeline import atomic
-from fnpipe.pipeline.embeddings import Embeddings, Rows
+from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
 from fnpipe.pipeline.workspace import Stage, Workspace
 
 DIRECTIONS = ("i2t", "t2i")
+ENGINES = ("local", "ray")
 INDEXES = ("auto", "exact", "ivf")
 DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
-    """How ``fnpipe build-graph`` searches: one field per flag."""
+    """How ``fnpipe build-graph`` searches: one field per flag.
+
+    Attributes:
+        engine: ``local``, or ``ray``: a part of the index on each worker of the cluster at ``ray_address`` (None starts
+            a cluster on this machine). The workspace must lie at the same path on all of them, and be writable.
+    """
 
     embeddings: str | None = None
     k: int = 32
@@ -57,9 +65,13 @@ class GraphConfig:
     device: str = "auto"
     recall_check: int = 1000
     seed: int = 0
+    engine: str = "local"
+    ray_address: str | None = None
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        if self.engine not in ENGINES:
+            raise InputError(f"--engine {self.engine}: give local or ray")
         if self.k < 1:
             raise InputError(f"--k {self.k}: at least 1 neighbour is needed")
         if self.index not in INDEXES:
@@ -123,47 +135,8 @@ def _paths(directory: Path, direction: str) -> tuple[Path, Path]:
     return directory / f"{direction}.ids.npy", directory / f"{direction}.sims.npy"
 
 
-@dataclass(frozen=True)
-class Side:
-    """The members of one modality: their embeddings, and the image that each belongs to.
-
-    ``owners`` is what tells a query's recorded partners apart: image and caption of the same image share it.
-    """
-
-    rows: Rows
-    ids: np.ndarray
-    owners: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def halves(self, start: int, stop: int) -> np.ndarray:
-        """Members ``start .. stop - 1`` as (n, d) float16."""
-        ids = self.ids[start:stop]
-        first, last = int(ids[0]), int(ids[-1])
-        if last - first >= _SPARSE * len(ids):
-            return self.rows.take(ids).astype(np.float16)
-        span = self.rows.slice(first, last + 1)
-        return span if len(span) == len(ids) else span[ids - first]
-
-    def floats(self, start: int, stop: int) -> np.ndarray:
-        """Members ``start .. stop - 1`` as (n, d) float32; torch converts many times faster than numpy."""
-        floats: np.ndarray = torch.from_numpy(self.halves(start, stop)).float().numpy()
-        return floats
-
-
-def sides(embeddings: Embeddings, members: Members) -> dict[str, tuple[Side, Side]]:
-    """Queries and candidates of each direction."""
-    images = Side(embeddings.images, members.images, members.images)
-    texts = Side(embeddings.texts, members.pair_ids, members.image_ids)
-    return {"i2t": (images, texts), "t2i": (texts, images)}
-
-
 # What the program and its libraries take before there is any data, in bytes.
 _PROGRAM = 1 << 29
-
-# Members further apart than this on average are read one by one.
-_SPARSE = 8
 
 # Up to this many candidates, exact search is as quick as building an index.
 _EXACT_ROWS = 50_000
@@ -212,8 +185,9 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
     inputs = {"pairs": workspace.digest, embeddings.stage.name: embeddings.stage.digest}
     with stage.alone():
         if stage.begin(params, inputs, overwrite=config.overwrite):
-            for direction, (queries, candidates) in sides(embeddings, members).items():
-                _write_direction(stage, direction, queries, candidates, config, index, device)
+            with _pool(workspace, embeddings, config, index, device) as pool:
+                for direction, (queries, candidates) in sides(embeddings, members).items():
+                    _write_direction(stage, direction, queries, candidates, config, index, device, pool)
             searched = {direction: _read_facts(stage.path, direction) for direction in DIRECTIONS}
             recall = _check_recall(stage.path, embeddings, members, config)
             outputs = [path.name for direction in DIRECTIONS for path in _paths(stage.path, direction)]
@@ -238,8 +212,26 @@ def choose_index(index: str, pairs: int, device: str, begun: str | None = None) 
     return begun or ("exact" if device == "cuda" or pairs <= _EXACT_ROWS else "ivf")
 
 
+@contextmanager
+def _pool(
+    workspace: Workspace, embeddings: Embeddings, config: GraphConfig, index: str, device: str
+) -> Iterator[PartPool | None]:
+    if config.engine == "local":
+        yield None
+        return
+    with open_pool(workspace, embeddings.name, config.k, index, device, config.ray_address) as pool:
+        yield pool
+
+
 def _write_direction(
-    stage: Stage, direction: str, queries: Side, candidates: Side, config: GraphConfig, index: str, device: str
+    stage: Stage,
+    direction: str,
+    queries: Side,
+    candidates: Side,
+    config: GraphConfig,
+    index: str,
+    device: str,
+    pool: PartPool | None,
 ) -> None:
     if _paths(stage.path, direction)[1].exists():
         return
@@ -248,7 +240,9 @@ def _write_direction(
     waiting = [start for start in starts if not _block_paths(stage.path, direction, start)[1].exists()]
     if waiting:
         print(f"graph {direction}: {_memory(queries, candidates, config.k, index)}", file=sys.stderr)
-        if index == "ivf":
+        if pool is not None:
+            search = _part_search(stage, direction, queries, candidates, config, index, pool, waiting)
+        elif index == "ivf":
             search = _ivf_search(queries, candidates, config)
         elif device == "cuda":
             search = _device_search(queries, candidates, config, device, torch.float16)
@@ -298,32 +292,54 @@ def _device_search(queries: Side, candidates: Side, config: GraphConfig, device:
 
 
 def _ivf_search(queries: Side, candidates: Side, config: GraphConfig) -> Search:
-    cells = cell_count(len(candidates))
-    rng = np.random.default_rng([config.seed, len(candidates)])
-    size = min(len(candidates), cells * TRAINING_ROWS_PER_CELL)
-    sample = np.sort(rng.choice(len(candidates), size, replace=False))
-    trained = train_cells(candidates.rows.take(candidates.ids[sample]), cells, config.seed)
-    assigned = assign_cells(trained, candidates.halves, len(candidates))
-    lists = fill_lists(trained, assigned, candidates.owners, candidates.halves)
-    probes = _probes(lists, queries, candidates, rng)
+    cells, assigned, probes = _sorted_into_cells(queries, candidates, config)
+    lists = fill_lists(cells, assigned, candidates.owners, candidates.halves)
 
     def find(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         owners = queries.owners[start:stop]
         return search_lists(lists, queries.halves(start, stop), owners, probes=probes, k=config.k)
 
-    facts = {"cells": cells, "probes": probes}
+    facts = {"cells": len(cells), "probes": probes}
     return Search(find, _ivf_block(len(queries)), os.cpu_count() or 1, facts)
+
+
+def _part_search(
+    stage: Stage,
+    direction: str,
+    queries: Side,
+    candidates: Side,
+    config: GraphConfig,
+    index: str,
+    pool: PartPool,
+    starts: list[int],
+) -> Search:
+    """Let the pool's workers search, each in its part of the index; what is left to do here is to merge."""
+    block = _EXACT_BLOCK if index == "exact" else _ivf_block(len(queries))
+    parts = Parts(stage.path / "blocks", direction, pool.workers, block)
+    facts: dict[str, int] = {}
+    if index == "ivf":
+        cells, assigned, probes = _sorted_into_cells(queries, candidates, config)
+        parts.write_cells(cells, assigned, probes)
+        facts = {"cells": len(cells), "probes": probes}
+    return Search(search_parts(pool, parts, starts, config.k), block, 1, facts)
+
+
+def _sorted_into_cells(queries: Side, candidates: Side, config: GraphConfig) -> tuple[Cells, np.ndarray, int]:
+    """The cells of the candidates, which of them each candidate is in, and how many a query has to probe."""
+    count = cell_count(len(candidates))
+    rng = np.random.default_rng([config.seed, len(candidates)])
+    size = min(len(candidates), count * TRAINING_ROWS_PER_CELL)
+    sample = np.sort(rng.choice(len(candidates), size, replace=False))
+    cells = train_cells(candidates.rows.take(candidates.ids[sample]), count, config.seed)
+    assigned = assign_cells(cells, candidates.halves, len(candidates))
+    rows = np.sort(rng.choice(len(queries), min(_PROBE_SAMPLE, len(queries)), replace=False))
+    vectors = queries.rows.take(queries.ids[rows])
+    true_rows, _ = exact_nearest(vectors, queries.owners[rows], candidates.floats, candidates.owners, 10)
+    return cells, assigned, probes_for_recall(cells, assigned, vectors, true_rows, _PROBED_RECALL)
 
 
 def _ivf_block(queries: int) -> int:
     return int(np.clip(-(-queries // 8), _IVF_BLOCK_LEAST, _IVF_BLOCK_MOST))
-
-
-def _probes(lists: InvertedLists, queries: Side, candidates: Side, rng: np.random.Generator) -> int:
-    rows = np.sort(rng.choice(len(queries), min(_PROBE_SAMPLE, len(queries)), replace=False))
-    vectors = queries.rows.take(queries.ids[rows])
-    true_rows, _ = exact_nearest(vectors, queries.owners[rows], candidates.floats, candidates.owners, 10)
-    return probes_for_recall(lists, vectors, true_rows, _PROBED_RECALL)
 
 
 def _memory(queries: Side, candidates: Side, k: int, index: str) -> str:
@@ -355,7 +371,7 @@ def _join_blocks(directory: Path, direction: str, queries: Side, k: int, block: 
     """Put the blocks of the members into the rows of all; the similarities come last and mark the direction done."""
     for part, dtype, pad in ((0, np.int64, -1), (1, np.float16, -np.inf)):
         with atomic.replacing(_paths(directory, direction)[part]) as temporary:
-            out = np.lib.format.open_memmap(temporary, "w+", dtype, (len(queries.rows), k))
+            out = atomic.new_array(temporary, dtype, (len(queries.rows), k))
             out[:] = pad
             for start in range(0, len(queries), block):
                 out[queries.ids[start : start + block]] = np.load(_block_paths(directory, direction, start)[part])

@@ -8,6 +8,7 @@ time, the same scan is bound by memory. How many cells to probe is measured on a
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,7 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fnpipe.mining.bfloat16 import empty_short_lists, padded, push_bits, rerank, short_list_length, to_bfloat16
+from fnpipe.mining.bfloat16 import (
+    empty_short_lists,
+    padded,
+    push_bits,
+    rerank,
+    short_list_length,
+    similarities,
+    to_bfloat16,
+)
 from fnpipe.mining.compiled import compiled
 from fnpipe.pipeline.progress import progress
 
@@ -50,7 +59,7 @@ class InvertedLists:
     Attributes:
         starts: (cells + 1,) int64; cell ``c`` holds places ``starts[c] .. starts[c + 1] - 1``.
         rows: (n,) int64, the row number at each place. owners: (n,) int64, its owner.
-        halves: (n, d) float16, the rows themselves, by place.
+        halves: (at least n, d) float16, the rows themselves, by place; what follows fills a product's shape up.
     """
 
     cells: Cells
@@ -145,38 +154,97 @@ def assign_cells(cells: Cells, read_halves: ReadRows, count: int) -> np.ndarray:
     return assigned
 
 
-def fill_lists(cells: Cells, assigned: np.ndarray, owners: np.ndarray, read_halves: ReadRows) -> InvertedLists:
-    """Sort the rows by their ``assigned`` cell."""
+def fill_lists(
+    cells: Cells, assigned: np.ndarray, owners: np.ndarray, read_halves: ReadRows, part: range | None = None
+) -> InvertedLists:
+    """Sort the rows by their ``assigned`` cell; with ``part``, a range of cells, those of its rows alone."""
     count, width = len(assigned), cells.directions.shape[1]
     rows = np.argsort(assigned, kind="stable")
-    place = np.empty(count, np.int64)
-    place[rows] = np.arange(count)
+    if part is not None:
+        first, last = np.searchsorted(assigned[rows], [part.start, part.stop])
+        rows = rows[first:last]
+    place = np.full(count, -1, np.int64)
+    place[rows] = np.arange(len(rows))
     starts = np.searchsorted(assigned[rows], np.arange(len(cells) + 1)).astype(np.int64)
-    halves = np.empty((count, width), np.float16)
+    # A cell is multiplied in the same shape wherever its list ends, and gives the same bits.
+    halves = np.zeros((len(rows) + padded(_SCAN_ROWS), width), np.float16)
     for start in range(0, count, _READ_ROWS):
         stop = min(start + _READ_ROWS, count)
-        halves[place[start:stop]] = read_halves(start, stop)
+        places = place[start:stop]
+        kept = places >= 0
+        if kept.all():
+            halves[places] = read_halves(start, stop)
+        elif kept.any():
+            halves[places[kept]] = read_halves(start, stop)[kept]
     return InvertedLists(cells, starts, rows, owners[rows], halves)
 
 
-def probes_for_recall(lists: InvertedLists, queries: np.ndarray, true_rows: np.ndarray, recall: float) -> int:
+def split_cells(assigned: np.ndarray, cells: int, parts: int) -> list[range]:
+    """The cells in ``parts`` runs of about as many rows each; a run may be empty."""
+    ends = np.cumsum(np.bincount(assigned, minlength=cells))
+    cuts = np.searchsorted(ends, len(assigned) * np.arange(1, parts) / parts, side="left") + 1
+    borders = [0, *np.minimum(cuts, cells).tolist(), cells]
+    return [range(first, last) for first, last in itertools.pairwise(borders)]
+
+
+def probes_for_recall(
+    cells: Cells, assigned: np.ndarray, queries: np.ndarray, true_rows: np.ndarray, recall: float
+) -> int:
     """The fewest cells to probe so that the share ``recall`` of the true neighbours lies in a probed cell.
 
     Args:
-        queries: (q, d) float32. true_rows: (q, k) int64 row numbers, -1 pads.
+        assigned: (n,) the cell of every row. queries: (q, d) float32. true_rows: (q, k) int64 row numbers, -1 pads.
     """
-    cell_of_row = np.empty(len(lists.rows), np.int64)
-    cell_of_row[lists.rows] = np.repeat(np.arange(len(lists.cells)), np.diff(lists.starts))
-    closeness = queries @ lists.cells.directions.T
+    closeness = queries @ cells.directions.T
     ascending = np.sort(closeness, axis=1)
     ranks = []
     for query, true in enumerate(true_rows):
-        reached = closeness[query, cell_of_row[true[true >= 0]]]
-        ranks.append(len(lists.cells) - np.searchsorted(ascending[query], reached, side="right"))
+        reached = closeness[query, assigned[true[true >= 0]]]
+        ranks.append(len(cells) - np.searchsorted(ascending[query], reached, side="right"))
     every = np.sort(np.concatenate(ranks))
     if not len(every):
         return 1
     return int(every[max(0, int(np.ceil(recall * len(every))) - 1)]) + 1
+
+
+def offer_lists(
+    lists: InvertedLists, halves: np.ndarray, query_owners: np.ndarray, *, probes: int, k: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The short lists that `search_lists` sorts, from a part of the index, on the calling thread.
+
+    Short lists of all parts, put together and cut by `merge_offers`, are sorted to what the whole index finds.
+
+    Returns:
+        Rounded scores (q, length) int16, places in ``lists`` (q, length) int32, -1 where a list is not full, and
+        similarities (q, length) float32.
+    """
+    keys, places = empty_short_lists(len(halves), short_list_length(k))
+    _scan(lists, to_bfloat16(halves), query_owners, probes, keys, places)
+    sims = np.empty(keys.shape, np.float32)
+    for start in range(0, len(halves), _READ_ROWS):
+        block = slice(start, start + _READ_ROWS)
+        queries = torch.from_numpy(halves[block]).float().numpy()
+        similarities(queries, lists.halves.view(np.uint16), places[block], sims[block])
+    return keys, places, sims
+
+
+def merge_offers(
+    keys: np.ndarray, places: np.ndarray, sims: np.ndarray, rows: np.ndarray, k: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """What the whole index finds, from the offers of its parts side by side.
+
+    Args:
+        keys, places, sims: (q, parts x length), as `offer_lists` gives them, with places of the whole index. rows: (n,)
+            int64, the row number at each place.
+
+    Returns:
+        As `search_lists`.
+    """
+    short = np.lexsort((places, -keys.astype(np.int32)), axis=1)[:, : short_list_length(k)]
+    places, sims = np.take_along_axis(places, short, 1), np.take_along_axis(sims, short, 1)
+    found = np.where(places < 0, -1, rows[places])
+    best = np.lexsort((found, -sims), axis=1)[:, :k]
+    return np.take_along_axis(found, best, 1), np.take_along_axis(sims, best, 1)
 
 
 def search_lists(
@@ -219,7 +287,7 @@ def _scan(
     borders = lists.starts.tolist()
     for cell in range(len(lists.cells)):
         mine = probing[starts[cell] : starts[cell + 1]]
-        if not len(mine):
+        if not len(mine) or borders[cell] == borders[cell + 1]:
             continue
         # Padded with queries that are not pushed, and with rows of the next cells.
         block = queries[torch.from_numpy(np.resize(mine, padded(len(mine))))]

@@ -41,6 +41,9 @@ class RayPool(Generic[Task, Result]):
         address: of a running cluster (``HOST:PORT``, ``auto`` or ``ray://HOST:PORT``); None starts a local one.
         cpus, gpus: what one worker occupies; ``gpus`` None: one, where the cluster has any.
 
+    Attributes:
+        workers: how many there are.
+
     Raises:
         InputError: Ray is not installed, or there is no cluster at ``address``.
     """
@@ -68,6 +71,7 @@ class RayPool(Generic[Task, Result]):
             raise InputError(f"the cluster has {there.get('CPU', 0):g} CPUs; a worker needs {cpus} (--threads)")
         # No restarts by Ray: it would wait for room for the same worker while others idle.
         self._actor = self._ray.remote(_Actor).options(num_cpus=cpus, num_gpus=gpus, max_restarts=0)
+        self.workers = slots
         for _ in range(slots):
             self._start_worker()
         self.description = self._first_description()

@@ -91,10 +91,16 @@ def lists_of(rng, n=3000):
     return images.astype(np.float16), ivf.fill_lists(cells, assigned, np.arange(n), lambda a, b: halves[a:b]), halves
 
 
+def cell_of_row(lists):
+    cells = np.empty(3000, np.int64)
+    cells[lists.rows] = np.repeat(np.arange(32), np.diff(lists.starts))
+    return cells
+
+
 def test_every_row_stands_in_the_list_of_its_closest_cell_with_its_owner():
     _, lists, halves = lists_of(np.random.default_rng(2))
     assert sorted(lists.rows.tolist()) == list(range(3000))
-    np.testing.assert_array_equal(lists.halves, halves[lists.rows])
+    np.testing.assert_array_equal(lists.halves[:3000], halves[lists.rows])
     np.testing.assert_array_equal(lists.owners, lists.rows)
     closeness = (halves[lists.rows].astype(np.float32) - lists.cells.mean) @ lists.cells.directions.T
     own = closeness[np.arange(3000), np.repeat(np.arange(32), np.diff(lists.starts))]
@@ -110,10 +116,38 @@ def test_all_cells_probed_is_exact_and_fewer_cells_find_what_was_promised():
     every, sims = ivf.search_lists(lists, images, owners, probes=32, k=10)
     assert share_found(every, true) > 0.999
     np.testing.assert_allclose(sims, np.take_along_axis(similarity, every, 1), atol=1e-5)
-    probes = ivf.probes_for_recall(lists, images.astype(np.float32), true, 0.95)
+    probes = ivf.probes_for_recall(lists.cells, cell_of_row(lists), images.astype(np.float32), true, 0.95)
     assert 1 < probes < 32
     found, _ = ivf.search_lists(lists, images, owners, probes=probes, k=10)
     assert share_found(found, true) == pytest.approx(0.955, abs=0.01)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5, 40])
+def test_parts_of_the_index_find_together_what_the_whole_finds(parts):
+    images, lists, halves = lists_of(np.random.default_rng(5))
+    # Many equal vectors: their rounded and exact similarities tie, also across the parts.
+    images[:], halves[1::3] = images[0], halves[0]
+    cells, assigned, owners = lists.cells, cell_of_row(lists), np.arange(3000)
+    read = lambda start, stop: halves[start:stop]  # noqa: E731
+    whole = ivf.search_lists(ivf.fill_lists(cells, assigned, owners, read), images, owners, probes=9, k=20)
+    runs = ivf.split_cells(assigned, 32, parts)
+    assert [cell for run in runs for cell in run] == list(range(32))
+    offers = []
+    for run in runs:
+        lists = ivf.fill_lists(cells, assigned, owners, read, run)
+        keys, places, sims = ivf.offer_lists(lists, images, owners, probes=9, k=20)
+        assert len(lists.rows) == np.isin(assigned, run).sum()
+        offers.append((keys, np.where(places < 0, -1, places + (assigned < run.start).sum()), sims))
+    joined = (np.concatenate(arrays, axis=1) for arrays in zip(*offers, strict=True))
+    found, sims = ivf.merge_offers(*joined, np.argsort(assigned, kind="stable"), 20)
+    np.testing.assert_array_equal(found, whole[0])
+    np.testing.assert_array_equal(sims, whole[1])
+
+
+def test_parts_hold_about_as_many_rows_each():
+    assigned = np.random.default_rng(6).integers(0, 200, 10_000)
+    sizes = [np.isin(assigned, run).sum() for run in ivf.split_cells(assigned, 200, 4)]
+    assert min(sizes) > 2300
 
 
 @pytest.fixture

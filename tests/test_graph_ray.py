@@ -1,0 +1,56 @@
+"""The graph on a Ray cluster: the bytes of one machine, whatever the number of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from test_embed import contents
+from test_graph_ivf import topics
+
+from conftest import MakeWorkspace
+from fnpipe.cli.app import run
+from fnpipe.mining.graph import GraphConfig, build_graph
+from fnpipe.pipeline.workspace import Workspace
+
+pytestmark = pytest.mark.slow
+ray = pytest.importorskip("ray", reason="Ray is an extra")
+
+
+@pytest.fixture
+def pairs(make_workspace: MakeWorkspace) -> Workspace:
+    images, texts = topics(np.random.default_rng(8), 1200)
+    return make_workspace(600, captions=2, embeddings=(images[:600], texts), images_per_shard=97)
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Of a cluster of two nodes, with three workers between them."""
+    from ray.cluster_utils import Cluster
+
+    cluster: Any = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}, shutdown_at_exit=False
+    )
+    cluster.add_node(num_cpus=2)
+    cluster.wait_for_nodes()
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield cluster.address
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def test_two_nodes_leave_the_bytes_of_one_machine(pairs: Workspace, address: str):
+    for index in ("ivf", "exact"):
+        config = {"k": 7, "index": index, "overwrite": True}
+        build_graph(pairs, GraphConfig(**config))
+        expected = contents(pairs.root / "graph" / "clip")
+        build_graph(pairs, GraphConfig(**config, engine="ray", ray_address=address))
+        assert contents(pairs.root / "graph" / "clip") == expected
+        assert "i2t.ids.npy" in expected
+
+
+def test_an_address_without_a_cluster_is_one_line(pairs: Workspace, capsys: pytest.CaptureFixture[str]):
+    assert run(["build-graph", str(pairs.root), "--engine", "ray", "--ray-address", "127.0.0.1:9"]) == 2
+    assert "127.0.0.1:9" in capsys.readouterr().err.splitlines()[-1]

@@ -1,6 +1,8 @@
 """Exact nearest rows on an accelerator: candidates in its memory, float16 products, short lists, float32 re-ranking.
 
-At the speed of a GPU's products there is nothing for an approximate index to save up to some ten million rows.
+At the speed of a GPU's products there is nothing for an approximate index to save up to some ten million rows. In torch
+rather than with FAISS's GPU indexes: those know no owners, so that a query's own captions, however many, would have to
+be asked for and thrown away; and the same code runs, and is tested, without a GPU.
 """
 
 from __future__ import annotations

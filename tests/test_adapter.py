@@ -33,6 +33,17 @@ def test_an_untrained_adapter_changes_nothing_and_a_trained_one_gives_rows_of_le
     torch.testing.assert_close(turned.norm(dim=1), torch.ones(6, dtype=torch.float64))
 
 
+def test_what_is_learned_is_added_to_the_embedding():
+    tower = TowerMap(4, None).double()
+    with torch.no_grad():
+        tower.layers[0].weight.copy_(torch.diag(torch.tensor([1.0, 0.0, -0.5, 0.0])))
+        tower.layers[0].bias.copy_(torch.tensor([0.0, 0.0, 0.0, 1.0]))
+    rows = unit_rows(3, 4)
+    # The root of the width is 2: entries are doubled for the layer, and its output is halved.
+    expected = rows * torch.tensor([2.0, 1.0, 0.5, 1.0]) + torch.tensor([0.0, 0.0, 0.0, 0.5])
+    torch.testing.assert_close(tower(rows), expected / expected.norm(dim=1, keepdim=True))
+
+
 def test_both_layers_receive_gradient_after_one_step():
     net = AdapterNet(5, 7).double()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5)

@@ -2,7 +2,7 @@
 
 python benchmarks/effect.py DIR                        # the whole table: hours of one core; goes on where it stopped
 python benchmarks/effect.py DIR --quick                # fewer rows, one seed, smaller: 5 minutes
-python benchmarks/effect.py DIR --explore noise        # where S-ITC's claim is looked for; also large-batches
+python benchmarks/effect.py DIR --explore noise        # where S-ITC's claim is looked for; see --help
 python benchmarks/effect.py DIR --emoji EMOJI          # on real pictures: pairs.json and truth.parquet
 """
 
@@ -82,16 +82,18 @@ def main() -> None:
     kind.add_argument("--emoji", metavar="DIR")
     parser.add_argument("--only", nargs="+", default=[], metavar="ROW", help="these rows alone")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="N", help="the runs with these model seeds alone")
+    parser.add_argument("--report", action="store_true", help="run nothing, and make the tables of what is there")
     parser.add_argument("--jobs", type=int, default=1, help="processes, for a seed each; no figure depends on it")
     arguments = parser.parse_args()
     regime, rows = chosen(arguments)
     if unknown := sorted(set(arguments.only) - set(rows)):
         parser.error(f"no row {', '.join(unknown)}; choose from {', '.join(rows)}")
     root, seeds = arguments.directory, arguments.seeds or [run.model for run in regime.runs]
-    shares = [seeds[k :: arguments.jobs] for k in range(min(arguments.jobs, len(seeds)))]
+    jobs = 0 if arguments.report else min(arguments.jobs, len(seeds))
+    shares = [seeds[k::jobs] for k in range(jobs)]
     if len(shares) == 1:
         work(root, regime, rows, seeds, arguments.only)
-    else:
+    elif shares:
         with ProcessPoolExecutor(len(shares), mp_context=get_context("spawn")) as pool:
             list(pool.map(partial(work, root, regime, rows, only=arguments.only), shares))
     report(root, regime, rows)

@@ -41,7 +41,7 @@ from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.scenes import draw, write_scenes
 from fnpipe.pipeline.shard import ShardConfig, shard
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.workspace import Workspace, read_manifest
 from fnpipe.train.con_d import load_discriminator
 from fnpipe.train.encoder import load_encoder
 from fnpipe.train.evaluate import evaluate_model, read_queries
@@ -76,8 +76,10 @@ class Chain:
         with held(target):
             if not regime.emoji and not (source / "pairs.json").exists():
                 write_scenes(source, regime.train + regime.test, seed)
-            moved = {"shuffle_captions": regime.noise} if regime.noise else {}
-            shard([str(source / "pairs.json")], str(target), ShardConfig(holdout=regime.test, workers=1, **moved))
+            # Sharding wants a workspace for itself, even to find that it has been done; another run may be at work.
+            if not (read_manifest(target) or {}).get("complete"):
+                config = ShardConfig(holdout=regime.test, workers=1, shuffle_captions=regime.noise or None)
+                shard([str(source / "pairs.json")], str(target), config)
         return Workspace.open(target), source / "truth.parquet"
 
     def _backbone(self, seed: int) -> Path:

@@ -231,6 +231,7 @@ def test_an_ordering_of_the_mean_forgives_a_single_run():
     margins = Measured.of({"a": 2.0, "b": -1.0})
     assert Ordering("x", margins, everywhere=False).holds
     assert not Ordering("x", margins, everywhere=True).holds
+    assert not Ordering("x", Measured.of({"a": 2.0, "b": -3.0}), everywhere=False).holds
 
 
 def branch(itm_map: float, dual_map: float = 50.0, **facts: Any) -> dict[str, Any]:
@@ -284,13 +285,23 @@ def test_differences_are_to_plain_grit_of_the_same_search_space(tmp_path: Path):
         "drop-4096": branch(52.0),
         "itc": {"false_negatives": 0.1, "dual": {"r1": 1.0, "map_at_r": 49.0}},
     }
-    over = summary(written(tmp_path, {"data-1-model-0": files}))["over_grit"]
+    over = summary(written(tmp_path, {"data-1-model-0": files}))["over_plain"]
     assert over["learned-1024"]["against"] == "grit-1024"
     assert over["learned-1024"]["itm_map"]["mean"] == 3
     assert over["drop-4096"]["itm_map"]["mean"] == 2
     assert over["itc"]["dual_map"]["mean"] == -1
     assert "itm_map" not in over["itc"]
     assert "grit-1024" not in over
+
+
+def test_smoothing_on_random_batches_is_held_against_random_batches(tmp_path: Path):
+    files = {"grit-4096": branch(50.0), RANDOM: branch(60.0), "sitc-0.5-random": branch(61.5)}
+    (tmp_path / "results" / "data-1-model-0").mkdir(parents=True)
+    for name, figures in files.items():
+        (tmp_path / "results" / "data-1-model-0" / f"{name}.json").write_text(json.dumps(figures))
+    over = summary(Results(tmp_path, EXPLORED["noise"], smoothing_rows(EXPLORED["noise"])))["over_plain"]
+    assert over["sitc-0.5-random"]["against"] == RANDOM
+    assert over["sitc-0.5-random"]["itm_map"]["mean"] == 1.5
 
 
 def test_q_over_time_is_told_and_drawn_where_a_row_has_it(tmp_path: Path):

@@ -276,8 +276,8 @@ def time_lookup(edges: int, batch: int = 128, rounds: int = 30) -> dict[str, flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="albef-base")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5, help="steps in every way")
+    parser.add_argument("--batch", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=4, help="steps in every way")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--threads", type=int, default=2)

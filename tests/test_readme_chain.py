@@ -1,0 +1,88 @@
+"""The README's own-data chain, run line by line on a small data set.
+
+What would be downloaded is replaced by what ships with fnpipe, and every training is one epoch. Lines on a Ray cluster
+are left to the tests of that engine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from fnpipe.cli.app import run
+from fnpipe.pipeline.scenes import write_scenes
+
+README = Path(__file__).parent.parent / "README.md"
+REPLACED = {
+    "--model ViT-B-32 --pretrained laion2b_s34b_b79k": "--model demo",
+    "--model ViT-B-32 --init laion2b_s34b_b79k": "--init demo",
+    "--discriminator blip:Salesforce/blip-itm-base-coco": "--discriminator itm:demo --name blip",
+    "--nproc_per_node=8": "--nproc_per_node=2",
+}
+
+
+def chain() -> list[str]:
+    """The command lines of the section, as they are run here."""
+    section = README.read_text().partition("## On your own data")[2].partition("\n## ")[0]
+    text = "\n".join(re.findall(r"```sh\n(.*?)```", section, re.DOTALL)).replace("\\\n", " ")
+    for shown, here in REPLACED.items():
+        assert shown in text, f"{shown} is not in the README any more"
+        text = text.replace(shown, here)
+    lines = [line.split(" #")[0].strip() for line in text.splitlines()]
+    return [line for line in lines if line and not line.startswith("#") and "ray" not in line]
+
+
+def write_sources(directory: Path) -> None:
+    """Everything the section reads: a list of pairs, COCO annotations, tars of img2dataset's form, and a table."""
+    write_scenes(directory / "images", 300, seed=5)
+    (directory / "images" / "pairs.json").rename(directory / "pairs.json")
+    pairs = json.loads((directory / "pairs.json").read_text())[:20]
+    (directory / "train2017").symlink_to(directory / "images" / "pictures")
+    names = [Path(pair["image"]).name for pair in pairs]
+    coco = {
+        "images": [{"id": i, "file_name": name} for i, name in enumerate(names)],
+        "annotations": [{"id": i, "image_id": i, "caption": pair["caption"]} for i, pair in enumerate(pairs)],
+    }
+    (directory / "captions_train2017.json").write_text(json.dumps(coco))
+    rows = [f'{pair["image"]},"{pair["caption"]}"' for pair in pairs]
+    (directory / "pairs.csv").write_text("\n".join(["file,title", *rows]))
+    (directory / "laion").mkdir()
+    for shard in range(10):
+        with tarfile.open(directory / "laion" / f"{shard:05d}.tar", "w") as tar:
+            for i in (2 * shard, 2 * shard + 1):
+                caption = directory / "caption.txt"
+                caption.write_text(pairs[i]["caption"])
+                tar.add(directory / "images" / pairs[i]["image"], f"{i:09d}.png")
+                tar.add(caption, f"{i:09d}.txt")
+
+
+def test_every_line_of_the_own_data_chain_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_sources(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    lines = chain()
+    assert len(lines) > 20
+    for line in lines:
+        words = shlex.split(line)
+        if "train" in words:
+            words += ["--epochs", "1"]
+        if words[0] == "torchrun":
+            command = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+            assert subprocess.run(command, check=False).returncode == 0, line
+        else:
+            assert words[0] == "fnpipe"
+            assert run(words[1:]) == 0, line
+    assert {path.name for path in Path("work/runs").iterdir()} >= {
+        "mafa",
+        "con-d",
+        "student",
+        "mafa-8",
+        "adapter",
+        "vacsr",
+    }

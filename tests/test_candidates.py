@@ -122,15 +122,16 @@ def test_equal_similarities_go_to_the_lower_slot():
     assert nearest_slots(anchors, others, forbidden, 4).tolist() == [[[2, 4, -1, -1]]]
 
 
-def test_the_best_of_many_slots_come_in_order():
+@pytest.mark.parametrize("k", [60, 1500])
+def test_the_best_of_many_slots_come_in_order(k):
     rng = np.random.default_rng(0)
-    anchors, others = rng.normal(size=(1, 3, 4)), rng.normal(size=(1, 400, 4))
-    forbidden = rng.random((1, 3, 400)) < 0.1
-    got = nearest_slots(anchors.astype(np.float32), others.astype(np.float32), forbidden, 60)
-    for anchor in range(3):
-        sims = others[0] @ anchors[0, anchor]
+    # Similarities are the first numbers: wide steps apart, so that none tie.
+    others = np.stack([rng.permutation(4000) / 4096, np.zeros(4000)], axis=1)[None]
+    anchors, forbidden = np.array([[[1, 0], [-1, 0]]]), rng.random((1, 2, 4000)) < 0.1
+    got = nearest_slots(anchors.astype(np.float32), others.astype(np.float32), forbidden, k)
+    for anchor, sign in enumerate((1, -1)):
         allowed = np.flatnonzero(~forbidden[0, anchor])
-        assert got[0, anchor].tolist() == allowed[np.argsort(-sims[allowed])][:60].tolist()
+        assert got[0, anchor].tolist() == allowed[np.argsort(-sign * others[0, allowed, 0])][:k].tolist()
 
 
 def test_batches_larger_than_a_block_are_taken_in_tiles(make_workspace: MakeWorkspace, tmp_path, monkeypatch):

@@ -120,6 +120,20 @@ def test_epochs_differ_and_the_same_seed_gives_the_same_bytes(clustered):
     assert read_plan(a, 4).equals(read_plan(a, 1)), "training goes round the planned epochs"
 
 
+@pytest.mark.parametrize("sampling", ["random", "grit"])
+def test_the_order_of_images_is_drawn_by_seed_and_epoch(make_workspace: MakeWorkspace, sampling: str):
+    rng = np.random.default_rng(0)
+    # One caption an image, so that nothing else differs from epoch to epoch.
+    workspace = make_workspace(24, embeddings=(rng.normal(size=(24, 4)), rng.normal(size=(24, 4))))
+    config = {"sampling": sampling, "batch_size": 4, "search_space": 8, "epochs": 2}
+    orders = {
+        tuple(plan_of(workspace, epoch, name=f"s{seed}", seed=seed, **config)["image_id"].to_pylist())
+        for seed in (0, 1)
+        for epoch in (0, 1)
+    }
+    assert len(orders) == 4
+
+
 def test_captions_take_turns_evenly(clustered):
     group(clustered, GroupConfig(name="g", batch_size=6, search_space=12, epochs=6))
     stage = clustered.stage("groups/g")

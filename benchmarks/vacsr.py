@@ -12,8 +12,8 @@ encoder, which here sees every picture under bluish light, so that no colour is 
 lights, gammas and contrasts it is the one under which the cosine falls most, to about half; it was chosen by the cosine
 alone, after one seed on the restyled features had shown that these are not foreign enough for any adapter to gain 0.15
 in AUROC, and before any network was trained under it. *Emoji*: the pictures of ``--emoji``, embedded by
-``--emoji-encoder`` (a checkpoint of `fnpipe train`; default: the shipped encoder, which has never seen one). All but the
-last also with a fifth of the train captions shuffled among each other.
+``--emoji-encoder`` (a checkpoint of `fnpipe train`; default: the shipped encoder, which has never seen one). All but
+the last also with a fifth of the train captions shuffled among each other.
 
 Candidates are the hardest unrecorded combinations by the frozen cosine: in the test split each caption's ten nearest
 images, in train the nearest one in pools of 1,024. AUROC and AP say how well true ones are told from false ones; ECE

@@ -15,7 +15,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -256,7 +255,7 @@ class Chain:
 
 
 def trajectory(steps: Sequence[Mapping[str, Any]], batch_size: int) -> Figures:
-    """What the steps of a branch met: means, the last fifth's share of false negatives, q over time if there is one.
+    """What the steps of a branch met: means, the last fifth's share of false negatives; falcon's q and u by epoch.
 
     ``positives`` and ``ambiguous`` are shares of the hardest negatives of batches of ``batch_size``.
     """
@@ -269,15 +268,17 @@ def trajectory(steps: Sequence[Mapping[str, Any]], batch_size: int) -> Figures:
     for key in ("positives", "ambiguous"):
         if key in steps[0]:
             figures[key] = float(np.mean([step[key] for step in steps])) / (2 * batch_size)
-    if "q" in steps[0]:
-        figures["q"] = [float(np.mean([step["q"] for step in part])) for part in tenths(steps)]
+    for key in ("q", "u"):
+        if key in steps[0]:
+            # Within an epoch both follow what is left of the search spaces.
+            figures[key] = by_epoch(steps, key)
     return figures
 
 
-def tenths(steps: Sequence[Mapping[str, Any]]) -> Iterator[Sequence[Mapping[str, Any]]]:
-    borders = np.linspace(0, len(steps), min(10, len(steps)) + 1).astype(int)
-    for low, high in pairwise(borders):
-        yield steps[low:high]
+def by_epoch(steps: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    """The mean of every epoch."""
+    epochs = sorted({step["epoch"] for step in steps})
+    return [float(np.mean([step[key] for step in steps if step["epoch"] == epoch])) for epoch in epochs]
 
 
 class Oracle:

@@ -225,11 +225,12 @@ def summary(results: Results) -> dict[str, Any]:
         told[fact] = {row: asdict(value) for row, value in values.items() if value is not None}
     told["over_plain"] = {row: _over_plain(results, row) for row in results.done() if results.against(row)}
     told["con_d"] = {name: found for name, found in results.found.items() if name.startswith("con-d-")}
-    told["q"] = {
-        row: {run: figures["q"] for run, figures in results.found[row].items()}
-        for row in results.done()
-        if all("q" in figures for figures in results.found[row].values())
-    }
+    for key in ("q", "u"):
+        told[key] = {
+            row: {run: figures[key] for run, figures in results.found[row].items()}
+            for row in results.done()
+            if all(key in figures for figures in results.found[row].values())
+        }
     told["orderings"] = [
         {"name": o.name, "holds": o.holds, "everywhere": o.everywhere, "margins": asdict(o.margins)}
         for o in orderings(results)
@@ -388,11 +389,11 @@ def _plot_q(results: Results, path: Path) -> bool:
     for row in results.done():
         for run, figures in results.found[row].items():
             if "q" in figures:
-                axes.plot(np.linspace(10, 100, len(figures["q"])), figures["q"], marker=".", label=f"{row}, {run}")
+                axes.plot(1 + np.arange(len(figures["q"])), figures["q"], marker="o", label=f"{row}, {run}")
                 drawn = True
     if not drawn:
         return False
-    axes.set_xlabel("share of the steps, %")
+    axes.set_xlabel("epoch")
     axes.set_ylabel("mean of the quantile q")
     axes.legend(fontsize="x-small")
     return _save(figure, path)

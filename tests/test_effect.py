@@ -25,7 +25,7 @@ import demo_checkpoints  # noqa: E402
 import effect  # noqa: E402
 import effect_chain  # noqa: E402
 import effect_report  # noqa: E402
-from effect_chain import Chain, Oracle, tenths, weak_seed  # noqa: E402
+from effect_chain import Chain, Oracle, by_epoch, weak_seed  # noqa: E402
 from effect_regime import (  # noqa: E402
     EXPLORED,
     FULL,
@@ -314,9 +314,6 @@ def test_tables_of_nothing_are_empty(tmp_path: Path):
     assert markdown(Results(tmp_path, FULL, main_rows(FULL))).strip() == ""
 
 
-@given(st.integers(1, 60))
-def test_tenths_hold_every_step_once(n: int):
-    steps = [{"step": i} for i in range(n)]
-    parts = list(tenths(steps))
-    assert [step for part in parts for step in part] == steps
-    assert all(parts)
+def test_q_is_averaged_epoch_by_epoch():
+    steps = [{"epoch": epoch, "q": q} for epoch, q in ((0, 0.5), (0, 0.7), (1, 0.9), (2, 0.1), (2, 0.2), (2, 0.3))]
+    assert by_epoch(steps, "q") == pytest.approx([0.6, 0.9, 0.2])

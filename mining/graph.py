@@ -50,6 +50,12 @@ INDEXES = ("auto", "exact", "ivf")
 DEVICES = ("auto", "cpu", "cuda")
 
 
+# More are no neighbours any more, and their table would outgrow the embeddings.
+MOST_NEIGHBOURS = 4096
+# Entries of lists that are compared at a time when recall is taken.
+_COMPARED = 1 << 26
+
+
 @dataclass(frozen=True, kw_only=True)
 class GraphConfig:
     """How ``fnpipe build-graph`` searches: one field per flag.
@@ -72,8 +78,8 @@ class GraphConfig:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise InputError(f"--engine {self.engine}: give local or ray")
-        if self.k < 1:
-            raise InputError(f"--k {self.k}: at least 1 neighbour is needed")
+        if not 1 <= self.k <= MOST_NEIGHBOURS:
+            raise InputError(f"--k {self.k}: from 1 to {MOST_NEIGHBOURS:,} neighbours")
         if self.index not in INDEXES:
             raise InputError(f"--index {self.index}: one of {', '.join(INDEXES)}")
         if self.device not in DEVICES:
@@ -399,5 +405,9 @@ def _check_recall(directory: Path, embeddings: Embeddings, members: Members, con
 def share_found(ids: np.ndarray, true_ids: np.ndarray) -> float:
     """The share of ``true_ids`` (n, k) that stands in the same row of ``ids`` (n, k); -1 pads do not count."""
     wanted = true_ids >= 0
-    found = (true_ids[:, :, None] == ids[:, None, :]).any(axis=2) & wanted
+    # Some rows at a time: together they would be rows x k x k.
+    step = max(1, _COMPARED // (true_ids.shape[1] * ids.shape[1] or 1))
+    starts = range(0, len(ids), step)
+    hits = [(true_ids[s : s + step, :, None] == ids[s : s + step, None, :]).any(axis=2) for s in starts]
+    found = np.concatenate(hits) & wanted if hits else wanted
     return float(found.sum() / max(1, wanted.sum()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -77,10 +78,10 @@ def _unfinished(root: Path, manifest: dict[str, Any]) -> dict[str, str]:
     planned = manifest.get("shards_planned")
     done = sum(path.stem.isdigit() for path in (root / PARTS).glob("*.parquet"))
     how_far = "the sources were being read" if planned is None else f"{done:,} of {planned:,} shards are done"
-    sources = " ".join(source["path"] for source in manifest["sources"])
+    sources = shlex.join(source["path"] for source in manifest["sources"])
     return {
         "state": f"sharding was not finished: {how_far}; the same command goes on where it stopped",
-        "next": f"fnpipe shard {sources} {root}{_flags(manifest['params'])}",
+        "next": f"fnpipe shard {sources} {shlex.quote(str(root))}{_flags(manifest['params'])}",
     }
 
 
@@ -141,13 +142,13 @@ def _next(root: Path, stages: list[dict[str, str]]) -> str:
         mine = [stage for stage in stages if stage["name"].startswith(f"{kind}/")]
         unfinished = next((stage for stage in mine if stage["state"] != "finished"), None)
         if not mine:
-            return f"fnpipe {command} {root}{_needed(kind, stages)}"
+            return f"fnpipe {command} {shlex.quote(str(root))}{_needed(kind, stages)}"
         if unfinished is not None:
             name = unfinished["name"].partition("/")[2]
             named = {"runs": f" --run {name} --resume", "graph": f" --embeddings {name}"}.get(kind, f" --name {name}")
             again = " --overwrite" if unfinished["state"] == "out of date" else ""
-            return f"fnpipe {command} {root}{named}{again}, with the flags it was begun with"
-    return f"fnpipe evaluate {root} --run {_last_run(stages)}"
+            return f"fnpipe {command} {shlex.quote(str(root))}{named}{again}, with the flags it was begun with"
+    return f"fnpipe evaluate {shlex.quote(str(root))} --run {_last_run(stages)}"
 
 
 def _needed(kind: str, stages: list[dict[str, str]]) -> str:

@@ -72,7 +72,11 @@ def _pread(path: str, offset: int, size: int) -> bytes:
     # The process id is in the key, so that a forked worker opens its own files; the handle is held while it is
     # read, so that another thread's eviction cannot close it underneath.
     # The inode is in it too: a file that was written anew at the same path is another file.
-    handle = _open(os.getpid(), path, os.stat(path).st_ino)
+    try:
+        inode = os.stat(path).st_ino
+    except FileNotFoundError:
+        raise InputError(f"{path}: the shard is gone; bring it back, or shard again into another directory") from None
+    handle = _open(os.getpid(), path, inode)
     data = os.pread(handle.number, size, offset)
     if len(data) != size:
         raise OSError(f"{path}: ends inside the range {offset}+{size}")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from conftest import MakeWorkspace
 from fnpipe.mining.device_search import DeviceRows
 from fnpipe.mining.exact import exact_nearest
-from fnpipe.mining.graph import Graph, GraphConfig, build_graph
+from fnpipe.mining.graph import Graph, GraphConfig, build_graph, share_found
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
@@ -193,3 +193,18 @@ def test_a_workspace_without_train_pairs_says_so(make_workspace: MakeWorkspace):
     workspace = make_workspace(3, splits=["test"] * 3, embeddings=(np.ones((3, 4)), np.ones((3, 4))))
     with pytest.raises(InputError, match="no pair of split 'train'"):
         build_graph(workspace, GraphConfig())
+
+
+def test_more_neighbours_than_are_any_use_are_refused():
+    with pytest.raises(InputError, match="--k 100000: from 1 to 4,096 neighbours"):
+        GraphConfig(k=100_000)
+
+
+def test_the_share_found_does_not_depend_on_how_many_rows_are_compared_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    rng = np.random.default_rng(0)
+    ids, true_ids = rng.integers(-1, 9, (50, 6)), rng.integers(-1, 9, (50, 4))
+    whole = share_found(ids, true_ids)
+    monkeypatch.setattr("fnpipe.mining.graph._COMPARED", 100)
+    assert share_found(ids, true_ids) == whole
+    wanted = [(t, row) for row, true in zip(ids, true_ids, strict=True) for t in true if t >= 0]
+    assert whole == pytest.approx(sum(t in row for t, row in wanted) / len(wanted))

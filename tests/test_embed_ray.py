@@ -52,6 +52,11 @@ class OtherEncoder(TableEncoder):
 
         self.description = {**self.description, "weights": f"of process {os.getpid()}"}
 
+    def encode_images(self, batch: torch.Tensor) -> torch.Tensor:
+        # Else the first process may have done everything before the second one has started.
+        time.sleep(2)
+        return super().encode_images(batch)
+
 
 @pytest.fixture
 def cluster() -> Iterator[Any]:

@@ -184,6 +184,9 @@ def relabel_command(
     edges: EdgesOption = None,
     tau_high: Annotated[float, typer.Option(help="Positive above this probability.")] = 0.8,
     tau_low: Annotated[float, typer.Option(help="Negative below this probability; ambiguous in between.")] = 0.5,
+    positive_share: Annotated[
+        float | None, typer.Option(help="Instead: this share, the most probable, positive and the rest negative.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Move the thresholds of edges, without judging anything again.
@@ -194,7 +197,7 @@ def relabel_command(
     from fnpipe.mining.labels import relabel
     from fnpipe.pipeline.workspace import Workspace
 
-    summary = summarise(relabel(Workspace.open(workspace), edges, tau_low, tau_high))
+    summary = summarise(relabel(Workspace.open(workspace), edges, tau_low, tau_high, positive_share))
     emit(asdict(summary), as_json, partial(_render_summary, workspace, summary))
 
 

@@ -97,20 +97,27 @@ def count_labels(stage: Stage) -> dict[str, Any]:
     }
 
 
-def relabel(workspace: Workspace, name: str | None, tau_low: float, tau_high: float) -> Stage:
+def relabel(
+    workspace: Workspace, name: str | None, tau_low: float, tau_high: float, positive_share: float | None = None
+) -> Stage:
     """Move the thresholds of finished edges without judging again; killed in the middle, run it again.
+
+    Args:
+        positive_share: label this share of the judged, the most probable, as positive instead, and the rest negative.
 
     Raises:
         InputError: there are no such edges, they are unfinished, or the thresholds are no thresholds.
     """
     check_thresholds(tau_low, tau_high)
+    if positive_share is not None and not 0 < positive_share < 1:
+        raise InputError(f"--positive-share {positive_share}: a share between 0 and 1")
     stage = workspace.stage(f"edges/{name or workspace.only('edges', '--edges')}")
     with stage.alone():
-        _relabel(stage, tau_low, tau_high)
+        _relabel(stage, tau_low, tau_high, positive_share)
     return stage
 
 
-def _relabel(stage: Stage, tau_low: float, tau_high: float) -> None:
+def _relabel(stage: Stage, tau_low: float, tau_high: float, positive_share: float | None) -> None:
     meta = stage.meta()
     if meta is None or meta.get("complete") or not meta.keys() >= set(_CARRIED):
         # Neither finished nor left by a relabelling that was killed, which alone has these without being finished.
@@ -125,9 +132,13 @@ def _relabel(stage: Stage, tau_low: float, tau_high: float) -> None:
         "complete": False,
     }
     atomic.write_json(stage.path / META, {**begun, "params": params})
-    relabel_parts(stage, tau_low, tau_high)
-    atomic.write_json(stage.path / META, {**begun, "params": {**params, "tau_low": tau_low, "tau_high": tau_high}})
-    finish_edges(stage, tau_low, tau_high)
+    taus = tau_low, tau_high
+    if positive_share is not None:
+        taus = (share_threshold(judged_probabilities(stage), positive_share),) * 2
+    relabel_parts(stage, *taus)
+    asked = {"tau_low": tau_low, "tau_high": tau_high, "positive_share": positive_share}
+    atomic.write_json(stage.path / META, {**begun, "params": {**params, **asked}})
+    finish_edges(stage, *taus)
 
 
 def finish_edges(stage: Stage, tau_low: float, tau_high: float, **facts: Any) -> None:

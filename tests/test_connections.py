@@ -343,6 +343,18 @@ def test_relabel_moves_thresholds_as_if_judged_with_them(make_workspace: MakeWor
     assert idle.judged == []
 
 
+def test_relabel_moves_a_share_as_if_judged_with_it(make_workspace: MakeWorkspace):
+    workspace = build(make_workspace)
+    mine_connections(workspace, MineConfig(name="a", positive_share=0.1), TableDiscriminator(stable_p))
+    mine_connections(workspace, MineConfig(name="b", positive_share=0.3), TableDiscriminator(stable_p))
+    relabel(workspace, "a", MineConfig.tau_low, MineConfig.tau_high, positive_share=0.3)
+    a, b = parts_of(workspace, "a"), parts_of(workspace, "b")
+    assert json.loads(a.pop("meta.json")) == json.loads(b.pop("meta.json"))
+    assert a == b
+    with pytest.raises(InputError, match="--positive-share 1"):
+        relabel(workspace, "a", 0.5, 0.8, positive_share=1.0)
+
+
 def test_a_killed_relabel_is_no_pass_and_goes_on_when_run_again(make_workspace: MakeWorkspace, monkeypatch):
     workspace = build(make_workspace)
     mine_connections(workspace, MineConfig(name="a"), TableDiscriminator(stable_p))

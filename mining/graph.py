@@ -8,7 +8,6 @@ image with pair_ids, ``t2i`` one row per pair with image_ids. Best first; -1 pad
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -29,7 +28,6 @@ from fnpipe.mining.ivf import (
     cell_count,
     fill_lists,
     list_bytes,
-    one_thread_per_product,
     probes_for_recall,
     search_bytes,
     search_lists,
@@ -42,6 +40,8 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
+from fnpipe.pipeline.threads import torch_threads
+from fnpipe.pipeline.workers import available_cpus
 from fnpipe.pipeline.workspace import Stage, Workspace
 
 DIRECTIONS = ("i2t", "t2i")
@@ -274,7 +274,7 @@ def _write_blocks(
     left = sum(min(search.block, len(queries) - start) for start in starts)
     with (
         progress(f"graph {direction}", left, "rows") as advance,
-        one_thread_per_product() if search.workers > 1 else nullcontext(),
+        torch_threads(1) if search.workers > 1 else nullcontext(),
         ThreadPoolExecutor(search.workers) as pool,
     ):
         list(pool.map(write, starts))
@@ -306,7 +306,7 @@ def _ivf_search(queries: Side, candidates: Side, config: GraphConfig) -> Search:
         return search_lists(lists, queries.halves(start, stop), owners, probes=probes, k=config.k)
 
     facts = {"cells": len(cells), "probes": probes}
-    return Search(find, _ivf_block(len(queries)), os.cpu_count() or 1, facts)
+    return Search(find, _ivf_block(len(queries)), available_cpus(), facts)
 
 
 def _part_search(
@@ -354,7 +354,7 @@ def _memory(queries: Side, candidates: Side, k: int, index: str) -> str:
     if index == "exact":
         size = min(_EXACT_BLOCK, len(queries)) * (6 * width + 12 * k) + (1 << 27)
     else:
-        workers, block = os.cpu_count() or 1, _ivf_block(len(queries))
+        workers, block = available_cpus(), _ivf_block(len(queries))
         size = list_bytes(len(candidates), width) + workers * search_bytes(block, width, k)
     return f"{index} search among {len(candidates):,} candidates, about {(size + _PROGRAM) / 2**30:.1f} GiB of memory"
 

@@ -27,6 +27,7 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
+from fnpipe.pipeline.workers import available_cpus
 from fnpipe.pipeline.workspace import Stage, Workspace
 
 # What training, mining and callers of the library use; ``grit_order`` is defined beside the other chains.
@@ -282,7 +283,7 @@ def _chain_spaces(
     which use one each, run beside the next products.
     """
     search_space = min(search_space, len(shuffled))
-    workers = max(1, min(os.cpu_count() or 1, _SIM_BYTES // (4 * search_space**2)))
+    workers = max(1, min(available_cpus(), _SIM_BYTES // (4 * search_space**2)))
     chains: deque[tuple[np.ndarray, Future[np.ndarray]]] = deque()
     orders: list[np.ndarray] = []
 

@@ -9,9 +9,8 @@ time, the same scan is bound by memory. How many cells to probe is measured on a
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +27,7 @@ from fnpipe.mining.bfloat16 import (
 )
 from fnpipe.mining.compiled import compiled
 from fnpipe.pipeline.progress import progress
+from fnpipe.pipeline.threads import torch_threads
 
 ReadRows = Callable[[int, int], np.ndarray]
 
@@ -82,17 +82,6 @@ def search_bytes(queries: int, width: int, k: int, probes: int = 64) -> int:
     return queries * (4 * width + 6 * short_list_length(k) + 12 * k + 12 * probes)
 
 
-@contextmanager
-def one_thread_per_product() -> Iterator[None]:
-    """Products inside run on the calling thread: the threads of a pool share the cores among themselves."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 def cell_count(rows: int) -> int:
     """How many cells: a power of two near 1.5 sqrt(rows), from 1,024 to 4,096, yet with 16 rows each at least.
 
@@ -125,7 +114,8 @@ def train_cells(sample: np.ndarray, count: int, seed: int) -> Cells:
 
 def _nearest_cells(rows: torch.Tensor, directions: torch.Tensor, count: int) -> np.ndarray:
     """The ``count`` cells of highest product for every row, on all cores; as `_route`."""
-    with one_thread_per_product(), ThreadPoolExecutor() as pool:
+    # Products run on the calling thread: the threads of the pool share the cores among themselves.
+    with torch_threads(1), ThreadPoolExecutor() as pool:
         starts = range(0, len(rows), _ROUTE_ROWS)
         return np.concatenate(
             list(pool.map(lambda start: _route(rows[start : start + _ROUTE_ROWS], directions, count), starts))

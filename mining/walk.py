@@ -6,7 +6,6 @@ is searched exactly; only where nothing is left there does the walk start again 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -18,6 +17,7 @@ from fnpipe.mining.graph import Graph
 from fnpipe.mining.members import Members
 from fnpipe.mining.regions import PAD, grow_regions
 from fnpipe.pipeline.embeddings import Embeddings, Rows
+from fnpipe.pipeline.workers import available_cpus
 
 # How a step found the next row.
 BY_LIST, BY_SEARCH, BY_RESTART = 0, 1, 2
@@ -163,7 +163,7 @@ def _quantise(values: np.ndarray, place: np.ndarray, sketches: np.ndarray, scale
 
 def _in_blocks(fill: Callable[[int], None], count: int) -> None:
     """Call ``fill`` with the start of every block, on all cores."""
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+    with ThreadPoolExecutor(available_cpus()) as pool:
         list(pool.map(fill, range(0, count, _BLOCK)))
 
 

@@ -209,7 +209,7 @@ def test_the_gradient_at_the_logit_is_label_minus_y_whatever_the_slope_of_the_si
     x = torch.tensor(logit, dtype=torch.float64, requires_grad=True)
     loss = reconstruction(torch.tensor(label, dtype=torch.float64), x)
     y = 1 / (1 + math.exp(-logit))
-    assert float(loss) == pytest.approx(0.5 * (label - y) ** 2, abs=1e-15)
+    assert loss.item() == pytest.approx(0.5 * (label - y) ** 2, abs=1e-15)
     (gradient,) = torch.autograd.grad(loss, x)
     assert float(gradient) == pytest.approx(-(label - y), abs=1e-12)
 

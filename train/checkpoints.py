@@ -6,6 +6,7 @@ No generator's state is kept: every draw of a run derives from (seed, epoch, bat
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -92,12 +93,8 @@ def load_state(
     Raises:
         InputError: the state is damaged, or of another model.
     """
-    path = directory / CHECKPOINTS / STATE
-    if not path.is_file():
-        return Position()
-    device = model.temp.device
-    try:
-        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+
+    def put_back(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scaler.load_state_dict(state["scaler"])
@@ -107,6 +104,22 @@ def load_state(
             falcon.load_state_dict(state["falcon"])
         if vacsr is not None:
             vacsr.load_state_dict(state["vacsr"])
+
+    return restore(directory, model.temp.device, put_back)
+
+
+def restore(directory: Path, device: torch.device, put_back: Callable[[dict[str, Any]], None]) -> Position:
+    """Hand what ``last.state`` holds to ``put_back``; the first position, and no call, where there is no such file.
+
+    Raises:
+        InputError: the state is damaged, or ``put_back`` cannot use it.
+    """
+    path = directory / CHECKPOINTS / STATE
+    if not path.is_file():
+        return Position()
+    try:
+        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        put_back(state)
         return Position(**state["position"])
     except OSError:
         raise

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,15 +29,15 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
 from fnpipe.pipeline.workspace import FORMAT_VERSION, Workspace
 from fnpipe.train.adapter import AdapterNet, adapter_loss
-from fnpipe.train.batches import BatchSource, EpochPlan, PlannedBatches, RandomBatches, WithoutPairs
-from fnpipe.train.checkpoints import STATE, Position, truncate
+from fnpipe.train.batches import BatchSource, EpochPlan, RandomBatches, WithoutPairs
+from fnpipe.train.checkpoints import STATE, Position, restore, truncate
 from fnpipe.train.evaluate import Queries, read_queries
 from fnpipe.train.frozen_config import FROZEN_METHODS, TEST, FrozenConfig, VacsrConfig, resolve_frozen
 from fnpipe.train.frozen_evaluate import evaluate_frozen
 from fnpipe.train.frozen_runs import FrozenModel, describe_source, save_frozen
-from fnpipe.train.inputs import file_digest
+from fnpipe.train.inputs import file_digest, planned_batches
 from fnpipe.train.log import Log, plot_losses, read_metrics
-from fnpipe.train.loop import asked_values, deterministic, stop_signals
+from fnpipe.train.loop import asked_values, begin_record, deterministic, require_inputs, stop_signals
 from fnpipe.train.processes import choose_device
 from fnpipe.train.runs import CHECKPOINTS, CONFIG, METRICS, read_run_config, run_directory
 from fnpipe.train.tensorfile import write_state
@@ -93,12 +92,8 @@ def open_frozen_inputs(workspace: Workspace, config: FrozenConfig) -> FrozenInpu
     source: BatchSource
     if config.groups is not None:
         plan = workspace.resolve("groups", config.groups, "--groups")
-        source = PlannedBatches(plan)
+        source = planned_batches(plan, config.batch_size)
         digests[plan.name] = plan.digest
-        if config.batch_size not in (None, source.batch_size):
-            raise InputError(
-                f"batch_size is {config.batch_size}, the batches of {plan.path} hold {source.batch_size}; leave it out"
-            )
     else:
         members = read_members(workspace, embeddings)
         source = RandomBatches(members, config.batch_size or DEFAULT_BATCH_SIZE, config.seed)
@@ -147,27 +142,14 @@ def train_frozen(
         config = FROZEN_METHODS[asked["method"]](**asked)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        return _train(workspace, config, asked, before, directory, overwrite, report, after_step)
-
-
-def _train(
-    workspace: Workspace,
-    config: FrozenConfig,
-    asked: Mapping[str, Any],
-    before: Mapping[str, Any] | None,
-    directory: Path,
-    overwrite: bool,
-    report: Report,
-    after_step: AfterStep,
-) -> dict[str, Any]:
-    with deterministic(choose_device(config.device)):
-        training = _prepare(workspace, config, asked, before, directory, overwrite)
-        training.report, training.after_step = report, after_step
-        try:
-            with stop_signals(training.ask_to_stop):
-                return training.run(directory.name)
-        finally:
-            training.log.close()
+        with deterministic(choose_device(config.device)):
+            training = _prepare(workspace, config, asked, before, directory, overwrite)
+            training.report, training.after_step = report, after_step
+            try:
+                with stop_signals(training.ask_to_stop):
+                    return training.run(run)
+            finally:
+                training.log.close()
 
 
 def _prepare(
@@ -194,9 +176,7 @@ def _prepare(
         device=device.type,
     )
     digests = dict(inputs.digests)
-    if before is not None and before["inputs"] != digests:
-        changed = sorted(k for k in {*before["inputs"], *digests} if before["inputs"].get(k) != digests.get(k))
-        raise InputError(f"{directory}: started from other {', '.join(changed)}; use another --run, or --overwrite")
+    require_inputs(directory, before, digests)
     queries = None
     if config.evaluate_on is not None:
         queries = read_queries(workspace, config.evaluate_on, config.evaluate_images, config.seed)
@@ -211,11 +191,7 @@ def _prepare(
         "torch": torch.__version__,
     }
     # Everything has been checked: only now may what is there be touched.
-    if overwrite and directory.exists():
-        shutil.rmtree(directory)
-    if directory.exists():
-        atomic.sweep(directory)
-    atomic.write_json(directory / CONFIG, record)
+    begin_record(directory, record, overwrite)
     return FrozenTraining(config, inputs, device, directory, record, queries)
 
 
@@ -392,20 +368,12 @@ class FrozenTraining:
         Raises:
             InputError: the state is damaged.
         """
-        path = self.directory / CHECKPOINTS / STATE
-        if not path.is_file():
-            return Position()
-        try:
-            state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
+
+        def put_back(state: dict[str, Any]) -> None:
             self.net.load_state_dict(state["net"])
             self.optimizer.load_state_dict(state["optimizer"])
-            return Position(**state["position"])
-        except OSError:
-            raise
-        # What a damaged file raises depends on where the damage is: in the zip, in the pickle, in a tensor's shape.
-        except Exception as error:
-            detail = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise InputError(f"{path}: damaged ({detail[:120]}); start afresh with --overwrite") from error
+
+        return restore(self.directory, self.device, put_back)
 
 
 def _seed(*key: int) -> int:

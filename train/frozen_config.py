@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,7 +24,7 @@ _ADAPTER_HIDDEN = 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrozenConfig:
+class FrozenConfig(ABC):
     """What every method on frozen embeddings can be told.
 
     Attributes:
@@ -90,13 +91,13 @@ class FrozenConfig:
         check_choices(self, self.choices)
         check_bounds(self, self.bounds)
 
+    @abstractmethod
     def hidden_units(self, width: int) -> int | None:
         """Of the network on embeddings of this width; None: it has no hidden layer."""
-        raise NotImplementedError
 
+    @abstractmethod
     def make_net(self, width: int) -> VacsrNet | AdapterNet:
         """A fresh network on embeddings of this width."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)

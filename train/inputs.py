@@ -66,12 +66,8 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         source = open_falcon(workspace, config, batch_size)
         digests[source.embeddings.stage.name] = source.embeddings.stage.digest
     elif plan is not None:
-        source = PlannedBatches(plan)
+        source = planned_batches(plan, config.batch_size)
         digests[plan.name] = plan.digest
-        if config.batch_size not in (None, source.batch_size):
-            raise InputError(
-                f"batch_size is {config.batch_size}, the batches of {plan.path} hold {source.batch_size}; leave it out"
-            )
     else:
         source = RandomBatches(members, batch_size, config.seed)
     if config.min_recorded_probability > 0 and not isinstance(source, FalconSource):
@@ -104,6 +100,16 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         stream=stream,
         digests=digests,
     )
+
+
+def planned_batches(plan: Stage, batch_size: int | None) -> PlannedBatches:
+    """The batches of a plan; a ``batch_size`` that was given must be the plan's."""
+    source = PlannedBatches(plan)
+    if batch_size not in (None, source.batch_size):
+        raise InputError(
+            f"batch_size is {batch_size}, the batches of {plan.path} hold {source.batch_size}; leave it out"
+        )
+    return source
 
 
 def find_plan(workspace: Workspace, config: TrainConfig) -> Stage | None:

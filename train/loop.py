@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 import signal
 import threading
@@ -18,6 +17,7 @@ import torch
 from fnpipe.mining.discriminators import Discriminator
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workers import available_cpus
 from fnpipe.pipeline.workspace import FORMAT_VERSION, Workspace
 from fnpipe.train.batches import share
 from fnpipe.train.con_d import load_discriminator
@@ -111,6 +111,22 @@ def asked_values(
     return {**asked, **{k: v for k, v in before["asked"].items() if k not in FREE_ON_RESUME}}
 
 
+def require_inputs(directory: Path, before: Mapping[str, Any] | None, digests: Mapping[str, str]) -> None:
+    """Refuse to go on from other inputs than a run was started with."""
+    if before is not None and before["inputs"] != digests:
+        changed = sorted(k for k in {*before["inputs"], *digests} if before["inputs"].get(k) != digests.get(k))
+        raise InputError(f"{directory}: started from other {', '.join(changed)}; use another --run, or --overwrite")
+
+
+def begin_record(directory: Path, record: Mapping[str, Any], overwrite: bool) -> None:
+    """Write ``config.json`` of a run that begins or goes on, over what is there or instead of it."""
+    if overwrite and directory.exists():
+        shutil.rmtree(directory)
+    if directory.exists():
+        atomic.sweep(directory)
+    atomic.write_json(directory / CONFIG, record)
+
+
 def _prepare(
     workspace: Workspace,
     config: TrainConfig,
@@ -149,12 +165,10 @@ def _prepare(
         cached=small and kept,
         cuda=cuda,
         bf16=cuda and torch.cuda.is_bf16_supported(),
-        cores=os.cpu_count() or 1,
+        cores=available_cpus(),
         thresholds=inputs.thresholds,
     )
-    if before is not None and before["inputs"] != digests:
-        changed = sorted(k for k in {*before["inputs"], *digests} if before["inputs"].get(k) != digests.get(k))
-        raise InputError(f"{directory}: started from other {', '.join(changed)}; use another --run, or --overwrite")
+    require_inputs(directory, before, digests)
     if before is not None and before["data"]["processes"] != group.world:
         raise InputError(f"{directory}: started with {before['data']['processes']} processes, now {group.world}")
     queries = (
@@ -180,11 +194,7 @@ def _prepare(
     # Everything has been checked: only now may what is there be touched.
     group.wait()
     if group.first:
-        if overwrite and directory.exists():
-            shutil.rmtree(directory)
-        if directory.exists():
-            atomic.sweep(directory)
-        atomic.write_json(directory / CONFIG, record)
+        begin_record(directory, record, overwrite)
     return Training(config, inputs, model.to(group.device), group, directory, record, queries)
 
 

@@ -312,8 +312,8 @@ def test_judging_decodes_the_means_and_weighs_components_and_variances():
     for row in range(3):
         expected = sum(weights[c] * net.decoder(means[row, c]).reshape(()) for c in range(2))
         unsure = sum(weights[c] * variances[row, c].sum() / net.width for c in range(2))
-        assert float(logits[row]) == pytest.approx(float(expected))
-        assert float(uncertainties[row]) == pytest.approx(float(unsure))
+        assert logits[row].item() == pytest.approx(expected.item())
+        assert uncertainties[row].item() == pytest.approx(unsure.item())
     whole = logits_in_tiles(net.float(), images.float(), texts.float(), tile=2)
     pairs, _ = pair_scores(net, images.float(), texts.float())
     torch.testing.assert_close(whole.diagonal(), pairs)

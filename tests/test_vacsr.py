@@ -346,4 +346,4 @@ def test_a_row_whose_texts_are_all_positive_has_no_hardest_negative():
     block = net.block(images, texts, noise(slice(0, 3), slice(0, 3)))
     y = block.logit.sigmoid().masked_fill(positive, -1)
     expected = [sigma_expression((1 - y[i].max()) ** 2, block.variance[i, y[i].argmax()]) for i in (0, 2)]
-    assert float(parts["sigma_neg"]) == pytest.approx(float(sum(expected)) / 2)
+    assert float(parts["sigma_neg"]) == pytest.approx(sum(expected).item() / 2)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fnpipe.mining.chain import BLOCK
 from fnpipe.mining.grouping import grit_order
 
 
@@ -30,9 +31,11 @@ def order_by_the_words(images: np.ndarray, texts: np.ndarray, start: int) -> lis
 
 
 @st.composite
-def paired_embeddings(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+def paired_embeddings(
+    draw: st.DrawFn, sizes: st.SearchStrategy[int] = st.integers(1, 33)
+) -> tuple[np.ndarray, np.ndarray]:
     """Random pairs, or pairs full of ties: few distinct integer rows, duplicates, all rows alike."""
-    m, d = draw(st.integers(1, 33)), draw(st.integers(1, 6))
+    m, d = draw(sizes), draw(st.integers(1, 6))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     kind = draw(st.sampled_from(["normal", "ternary", "duplicates", "alike", "zero"]))
     if kind == "normal":
@@ -56,11 +59,25 @@ def test_every_start_gives_the_order_of_the_definition(embeddings):
         assert order.tolist() == order_by_the_words(images, texts, start)
 
 
+@settings(max_examples=60, deadline=None)
+@given(paired_embeddings(st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 7])), st.data())
+def test_spaces_of_several_blocks_of_rows_give_the_order_of_the_definition(embeddings, data):
+    images, texts = embeddings
+    start = data.draw(st.integers(0, len(images) - 1))
+    assert grit_order(images, texts, start=start).tolist() == order_by_the_words(images, texts, start)
+
+
 @settings(max_examples=20, deadline=None)
 @given(m=st.integers(1, 400), seed=st.integers(0, 2**32 - 1))
 def test_every_pair_is_drawn_exactly_once(m, seed):
     images, texts = np.random.default_rng(seed).normal(size=(2, m, 8)).astype(np.float32)
     assert sorted(grit_order(images, texts, start=seed % m)) == list(range(m))
+
+
+def test_similarities_beyond_float32_still_give_every_pair_once():
+    images, texts = np.ones((2, 70, 2), np.float32)
+    images[3], texts[5], texts[40] = (1e30, -1e30), (1e30, 1e30), (-1e30, 1e30)
+    assert sorted(grit_order(images, texts, start=0)) == list(range(70))
 
 
 def test_the_two_directions_are_told_apart():
@@ -83,6 +100,8 @@ def test_duplicated_rows_of_real_width_are_taken_in_row_order():
         (np.zeros((3, 2)), np.zeros((3, 2)), 3),
         (np.zeros((0, 2)), np.zeros((0, 2)), 0),
         (np.full((3, 2), np.nan), np.zeros((3, 2)), 0),
+        (np.array([[1, 0], [0, np.inf], [1, 1]]), np.zeros((3, 2)), 0),
+        (np.eye(3), np.diag([1, 1, np.nan]), 0),
     ],
 )
 def test_what_has_no_chain_is_refused(images, texts, start):

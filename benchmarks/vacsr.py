@@ -79,10 +79,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 VACSR: dict[str, Any] = {"method": "vacsr"}
 # The same network without noise, KL and L_sigma: the gradient of binary cross-entropy.
 MLP = {"method": "vacsr", "noise": False, "kl_weight": 0.0, "sigma_weight": 0.0, "recon_weight": "none"}
-TRAINED: dict[str, dict[str, Any]] = {"vacsr": VACSR, **ADAPTERS, "mlp, bce": MLP}
+# The logit begins with ten times the cosine, which need not be learned again.
+SKIP: dict[str, Any] = {**VACSR, "cosine_weight": 10.0}
+TRAINED: dict[str, dict[str, Any]] = {"vacsr": VACSR, "vacsr, skip": SKIP, **ADAPTERS, "mlp, bce": MLP}
 FIXED = ("cosine", "clip", "itm:demo")
 # The scores of the other rows are cosines.
-PROBABILITIES = ("clip", "itm:demo", "mlp, bce", "vacsr")
+PROBABILITIES = ("clip", "itm:demo", "mlp, bce", "vacsr", "vacsr, skip")
 
 
 @dataclass(frozen=True)

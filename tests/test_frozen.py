@@ -36,7 +36,7 @@ from fnpipe.train.vacsr_con_d import VacsrDiscriminator, load_vacsr
 
 WIDTH = 8
 FAST: dict[str, Any] = {"epochs": 2, "batch_size": 8, "tensorboard": False}
-METHODS = [{"method": "adapter"}, {"method": "vacsr"}, {"method": "vacsr", "components": 2, "tile": 3}]
+METHODS = [{"method": "adapter"}, {"method": "vacsr"}, {"method": "vacsr", "components": 2, "tile": 3, "cosine_weight": 10.0}]
 LABELS = ["adapter", "vacsr", "vacsr in tiles"]
 
 
@@ -211,6 +211,7 @@ def test_values_are_typed_by_the_method_that_a_run_was_started_with(workspace: W
     [
         (VacsrConfig, {"sigma_target": "two"}, "choose from one, label"),
         (VacsrConfig, {"components": 0}, "components is 0"),
+        (VacsrConfig, {"cosine_weight": -1.0}, "cosine_weight is -1"),
         (AdapterConfig, {"map": "linear", "hidden": 3}, "no hidden layer"),
         (AdapterConfig, {"loss": "infonc"}, "did you mean 'infonce'"),
     ],

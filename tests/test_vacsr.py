@@ -42,9 +42,11 @@ class TableNoise:
         return Noise(self.normal[across, down], gumbel)
 
 
-def make_net(width: int = 5, hidden: int = 6, components: int = 2, seed: int = 0) -> VacsrNet:
+def make_net(
+    width: int = 5, hidden: int = 6, components: int = 2, seed: int = 0, cosine_weight: float = 0.0
+) -> VacsrNet:
     torch.manual_seed(seed)
-    net = VacsrNet(width, hidden, components).double()
+    net = VacsrNet(width, hidden, components, cosine_weight).double()
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.add_(0.3 * torch.randn_like(parameter))
@@ -95,6 +97,8 @@ def slow_loss(
                 z_mean = mean[drawn] + mixed - mixed.detach()
             z = z_mean + noise.normal[i, j] * sigma2[drawn].sqrt()
             logit[i, j], variance[i, j] = net.decoder(z).reshape(()), sigma2[drawn]
+            if net.cosine_weight is not None:
+                logit[i, j] = logit[i, j] + net.cosine_weight * sum(images[i, m] * texts[j, m] for m in range(d))
             kl[i, j] = sum(
                 alphas[c] * sum(0.5 * (mean[c, m] ** 2 + sigma2[c, m] - 1 - sigma2[c, m].log()) for m in range(d))
                 for c in range(k)
@@ -145,8 +149,12 @@ def gradients(loss: torch.Tensor, net: VacsrNet, *inputs: torch.Tensor) -> list[
         LossConfig(kl_weight=0.0, sigma_weight=0.5, recon_weight="none", hardest="expression"),
     ],
 )
-def test_losses_and_gradients_are_those_of_the_slow_transcription(components: int, config: LossConfig):
-    net = make_net(components=components)
+@pytest.mark.parametrize("cosine_weight", [0.0, 3.0])
+def test_losses_and_gradients_are_those_of_the_slow_transcription(
+    components: int, config: LossConfig, cosine_weight: float
+):
+    net = make_net(components=components, cosine_weight=cosine_weight)
+    assert (net.cosine_weight is not None) == (cosine_weight > 0)
     images, texts, positive = make_block(4, mined=2)
     images.requires_grad_()
     texts.requires_grad_()
@@ -303,14 +311,17 @@ def test_the_kl_is_zero_at_the_prior_and_grows_away_from_it():
     assert float(kl_to_standard_normal(torch.tensor([3.0]), torch.tensor([0.25]))) == pytest.approx(4.8181472)
 
 
-def test_judging_decodes_the_means_and_weighs_components_and_variances():
-    net = make_net(components=2)
+@pytest.mark.parametrize("cosine_weight", [0.0, 3.0])
+def test_judging_decodes_the_means_and_weighs_components_and_variances(cosine_weight: float):
+    net = make_net(components=2, cosine_weight=cosine_weight)
     images, texts, _ = make_block(3)
     logits, uncertainties = net.judge(images, texts)
     means, variances = net.mixture(images, texts)
     weights = net.alpha.softmax(0)
     for row in range(3):
         expected = sum(weights[c] * net.decoder(means[row, c]).reshape(()) for c in range(2))
+        if net.cosine_weight is not None:
+            expected = expected + net.cosine_weight * (images[row] * texts[row]).sum()
         unsure = sum(weights[c] * variances[row, c].sum() / net.width for c in range(2))
         assert logits[row].item() == pytest.approx(expected.item())
         assert uncertainties[row].item() == pytest.approx(unsure.item())

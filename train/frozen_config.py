@@ -107,6 +107,8 @@ class VacsrConfig(FrozenConfig):
     Attributes:
         hidden: units of the hidden layers (None: the width of the embeddings).
         components: of the mixture, K. kl_weight, sigma_weight, sigma_target, hardest, recon_weight: see `LossConfig`.
+        cosine_weight: what the cosine is multiplied by at first before it is added to the logit; learned from there. 0:
+            the logit is the decoder's alone, as in the paper; 10 makes runs alike where the features fit the domain.
         noise: draw from the mixture. Without it, and without ``kl_weight``, ``sigma_weight`` and ``recon_weight``, this
             is an MLP on the product with the gradient of binary cross-entropy.
         tile: rows and columns of a block computed at a time; it bounds memory, and decides which draw is whose.
@@ -114,6 +116,7 @@ class VacsrConfig(FrozenConfig):
 
     hidden: int | None = None
     components: int = 1
+    cosine_weight: float = 0.0
     kl_weight: float = LossConfig.kl_weight
     sigma_weight: float = LossConfig.sigma_weight
     sigma_target: str = LossConfig.sigma_target
@@ -132,6 +135,7 @@ class VacsrConfig(FrozenConfig):
         *FrozenConfig.bounds,
         ("hidden", 1, _INF),
         ("components", 1, 64),
+        ("cosine_weight", 0.0, _INF),
         ("kl_weight", 0.0, _INF),
         ("sigma_weight", 0.0, _INF),
         ("tile", 1, _INF),
@@ -146,7 +150,7 @@ class VacsrConfig(FrozenConfig):
         return self.hidden or width
 
     def make_net(self, width: int) -> VacsrNet:
-        return VacsrNet(width, self.hidden or width, self.components)
+        return VacsrNet(width, self.hidden or width, self.components, self.cosine_weight)
 
 
 @dataclass(frozen=True, kw_only=True)

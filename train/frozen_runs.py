@@ -68,9 +68,12 @@ def describe_source(embeddings: Embeddings) -> dict[str, Any]:
 def save_frozen(path: Path, model: FrozenModel) -> None:
     """Write a network as one safetensors file, atomically; equal ones give equal bytes."""
     net = model.net
-    shape = {"width": net.width, "hidden": net.hidden}
+    shape: dict[str, Any] = {"width": net.width, "hidden": net.hidden}
     if isinstance(net, VacsrNet):
         shape["components"] = net.components
+        if net.cosine_weight is not None:
+            # That there is one; the tensors say what was learned.
+            shape["cosine_weight"] = 1.0
     metadata = {
         "format": _FORMAT,
         "method": model.method,

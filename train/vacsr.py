@@ -78,9 +78,10 @@ class VacsrNet(nn.Module):
 
     Attributes:
         alpha: (K,) parameter; its softmax weighs the components.
+        cosine_weight: () parameter, of the cosine in the logit; None: the decoder alone makes it, as in the paper.
     """
 
-    def __init__(self, width: int, hidden: int, components: int = 1) -> None:
+    def __init__(self, width: int, hidden: int, components: int = 1, cosine_weight: float = 0.0) -> None:
         super().__init__()
         self.width, self.hidden, self.components = width, hidden, components
         self.encoder = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU())
@@ -88,6 +89,8 @@ class VacsrNet(nn.Module):
         self.variance_head = nn.Linear(hidden, components * width)
         self.alpha = nn.Parameter(torch.zeros(components))
         self.decoder = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
+        # What frozen features already tell apart need not be learned again.
+        self.cosine_weight = nn.Parameter(torch.tensor(cosine_weight)) if cosine_weight else None
 
     def mixture(self, images: torch.Tensor, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Means and variances, (..., K, d) both, of the combinations of (..., d) images and texts."""
@@ -107,7 +110,10 @@ class VacsrNet(nn.Module):
         mean, variance = draw_component(means, variances, self.alpha, noise.gumbel)
         z = mean if noise.normal is None else mean + noise.normal * variance.sqrt()
         kl = (kl_to_standard_normal(means, variances) * self.alpha.softmax(0)).sum(-1)
-        return Block(self.decode(z), variance, kl)
+        logit = self.decode(z)
+        if self.cosine_weight is not None:
+            logit = logit + self.cosine_weight * (images @ texts.T)
+        return Block(logit, variance, kl)
 
     def judge(self, images: torch.Tensor, texts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Nothing drawn: logits and uncertainties, (...) both, of (..., d) images with texts.
@@ -116,7 +122,10 @@ class VacsrNet(nn.Module):
         """
         means, variances = self.mixture(images, texts)
         weights = self.alpha.softmax(0)
-        return (self.decode(means) * weights).sum(-1), (variances.mean(-1) * weights).sum(-1)
+        logit = (self.decode(means) * weights).sum(-1)
+        if self.cosine_weight is not None:
+            logit = logit + self.cosine_weight * (images * texts).sum(-1)
+        return logit, (variances.mean(-1) * weights).sum(-1)
 
 
 # ---------------------------------------------------------------------------------------------------- pieces

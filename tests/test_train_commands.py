@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +58,7 @@ def test_train_then_evaluate_prints_results_on_stdout_and_progress_on_stderr(
         (["--run", "r", "--method", "itc", "--init", "none.pt"], "none.pt"),
         (["--run", "r", "--method", "grit"], "no GRIT plan"),
         (["--run", "r", "--method", "albef", "--edges", "none"], "edges"),
+        (["--run", "r", "--method", "albef", "--embeddings", "clip"], "albef reads pictures; leave it out"),
         (["--run", "r", "--method", "itc", "--resume"], "no run to resume"),
         (["--run", "r", "--method", "itc", "--set", "device=tpu"], "tpu"),
     ],
@@ -70,6 +72,26 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert said.count("\n") == 1, said
     assert words in said
     assert not (workspace.root / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--embeddings", "clip", "--top-k", "5"], "--top-k 5 goes with --run"),
+        (["--embeddings", "clip", "--checkpoint", "last"], "--checkpoint last goes with --run"),
+        (["--run", "r", "--top-k", "5"], "trained no ITM head"),
+    ],
+)
+def test_a_flag_of_evaluate_that_would_change_nothing_is_refused(
+    make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+):
+    root = str(make_workspace(8, embeddings=(np.eye(8), np.eye(8))).root)
+    assert run_cli(["train", root, "--method", "itc", "--run", "r", *FAST]) == 0
+    capsys.readouterr()
+    assert run_cli(["evaluate", root, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    assert words in said
 
 
 def test_without_a_workspace_it_says_so(tmp_path: Any, capsys: pytest.CaptureFixture[str]):

@@ -155,6 +155,12 @@ def test_rows_without_an_embedding_leave_a_plan_and_random_batches(make_workspac
     assert drawn["images_seen"] == 22
 
 
+def test_more_pairs_a_batch_than_there_are_is_refused(workspace: Workspace):
+    with pytest.raises(InputError, match=r"batch_size is 41, and .* has 40 images to train on"):
+        trained(workspace, "r", method="adapter", batch_size=41)
+    assert not (workspace.root / "runs").exists()
+
+
 def test_mined_positives_are_positives(make_workspace: MakeWorkspace):
     """Images come in pairs of equal meaning; edges say that the caption of one is true of the other."""
     images, texts = arrays(20)

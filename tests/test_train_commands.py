@@ -61,6 +61,8 @@ def test_train_then_evaluate_prints_results_on_stdout_and_progress_on_stderr(
         (["--run", "r", "--method", "albef", "--embeddings", "clip"], "albef reads pictures; leave it out"),
         (["--run", "r", "--method", "itc", "--resume"], "no run to resume"),
         (["--run", "r", "--method", "itc", "--set", "device=tpu"], "tpu"),
+        (["--run", "r", "--method", "itc", "--set", "batch_size=1"], "batch_size is 1; it must be at least 2"),
+        (["--run", "r", "--method", "itc", "--set", "batch_size=9"], "8 images to train on; give at most 8"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -71,6 +73,16 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     said = capsys.readouterr().err
     assert said.count("\n") == 1, said
     assert words in said
+    assert not (workspace.root / "runs").exists()
+
+
+@pytest.mark.parametrize("method", ["itc", "adapter"])
+def test_one_image_makes_no_batch_because_it_has_no_negative(
+    make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str], method: str
+):
+    workspace = make_workspace(1, captions=3, embeddings=(np.ones((1, 4)), np.ones((3, 4))))
+    assert run_cli(["train", str(workspace.root), "--method", method, "--run", "r"]) == 2
+    assert "the others of a batch are its negatives" in capsys.readouterr().err
     assert not (workspace.root / "runs").exists()
 
 

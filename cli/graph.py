@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
@@ -150,7 +150,7 @@ def audit_command(
 
     Example: fnpipe audit WORKSPACE --truth truth.parquet --plot audit.html
     """
-    from fnpipe.cli.mine import load_discriminator
+    from fnpipe.cli.mine import embeddings_for, load_discriminator
     from fnpipe.mining.audit import AuditConfig, audit, discriminator_judge
     from fnpipe.mining.audit_plot import check_plot_path, label, write_plot
     from fnpipe.mining.grouping import parse_search_space
@@ -166,6 +166,9 @@ def audit_command(
     config = AuditConfig(embeddings=embeddings, batch_size=batch_size, search_spaces=spaces, batches=batches, seed=seed)
     plot_path = check_plot_path(plot) if plot else None
     opened = Workspace.open(workspace)
+    if discriminator:
+        embeddings = embeddings_for(discriminator, opened, embeddings)
+        config = replace(config, embeddings=embeddings)
     judges = {}
     if discriminator:
         con_d = load_discriminator(discriminator, opened, MineConfig(embeddings=embeddings, tau_high=tau_high))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,7 +47,9 @@ def mine_connections_command(
         list[str] | None, typer.Option(help="Plans that propose; repeat for several. Default: the only one.")
     ] = None,
     graph: Annotated[int, typer.Option(metavar="K", help="Also the K nearest neighbours in the graph.")] = 0,
-    embeddings: Annotated[str | None, typer.Option(help="Which embeddings; default: the only ones.")] = None,
+    embeddings: Annotated[
+        str | None, typer.Option(help="Which embeddings; default: vacsr's own, else the only ones.")
+    ] = None,
     tau_high: TauHighOption = None,
     tau_low: TauLowOption = None,
     positive_share: Annotated[
@@ -107,6 +109,7 @@ def mine_connections_command(
     kind = discriminator.partition(":")[0]
     if calibrate_on is not None and kind not in UNCALIBRATED:
         raise InputError(f"--calibrate-on fits clip and vacsr; {discriminator} brings its own probabilities")
+    config = replace(config, embeddings=embeddings_for(discriminator, opened, embeddings))
     con_d = load_discriminator(discriminator, opened, config, calibrate_on, device, precision)
     if plan:
         planned = plan_mining(opened, config, con_d)
@@ -124,6 +127,15 @@ def _thresholds(tau_low: float | None, tau_high: float | None, positive_share: f
         flags = " and ".join(f"--{name.replace('_', '-')} {tau:g}" for name, tau in given.items())
         raise InputError(f"--positive-share {positive_share:g} labels by rank, whatever p is; leave {flags} out")
     return given
+
+
+def embeddings_for(spec: str, workspace: Workspace, named: str | None) -> str | None:
+    """The embeddings that candidates are proposed and judged by: those named, else vacsr's own; None: the only ones."""
+    if named is not None or spec.partition(":")[0] != "vacsr":
+        return named
+    from fnpipe.train.vacsr_con_d import embeddings_of
+
+    return embeddings_of(spec, workspace)
 
 
 def load_discriminator(

@@ -431,6 +431,21 @@ def test_vacsr_judges_with_uncertainty(mined: tuple[Workspace, str], capsys: pyt
     assert all(0 <= row["judged"]["vacsr:v"] <= 1 for row in rows_of_audit)
 
 
+def test_vacsr_judges_by_its_own_embeddings_where_there_are_several(
+    mined: tuple[Workspace, str], capsys: pytest.CaptureFixture[str]
+):
+    workspace, _ = mined
+    write_embeddings(workspace, "another", np.eye(40), np.eye(40))
+    base = [str(workspace.root), "--discriminator", "vacsr:v"]
+    assert run_cli(["mine-connections", *base, "--positive-share", "0.05"]) == 0
+    meta = workspace.resolve("edges", "vacsr", "--edges").require()
+    assert list(meta["params"]["embeddings"]) == ["clip"]
+    assert run_cli(["audit", *base, "--batch-size", "10", "--search-space", "20", "--json"]) == 0
+    capsys.readouterr()
+    assert run_cli(["mine-connections", *base, "--embeddings", "another"]) == 2
+    assert "trained on embeddings of width 8" in capsys.readouterr().err
+
+
 def test_vacsr_can_be_fitted_on_truth_and_on_edges(mined: tuple[Workspace, str]):
     workspace, truth = mined
     base = ["mine-connections", str(workspace.root), "--discriminator", "vacsr:v"]

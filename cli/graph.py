@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
@@ -139,7 +139,9 @@ def audit_command(
             help="Let it judge too: itm:RUN, vacsr:RUN, blip:MODEL, clip, or another.",
         ),
     ] = None,
-    tau_high: Annotated[float, typer.Option("--tau-high", help="What it finds above this counts as true.")] = 0.8,
+    tau_high: Annotated[
+        float | None, typer.Option("--tau-high", help="What it finds above this counts as true. Default: 0.8.")
+    ] = None,
     plot: Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Write a plot: .png or .html.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of everything drawn.")] = 0,
     as_json: JsonFlag = False,
@@ -148,18 +150,25 @@ def audit_command(
 
     Example: fnpipe audit WORKSPACE --truth truth.parquet --plot audit.html
     """
-    from fnpipe.cli.mine import load_discriminator
+    from fnpipe.cli.mine import embeddings_for, load_discriminator
     from fnpipe.mining.audit import AuditConfig, audit, discriminator_judge
     from fnpipe.mining.audit_plot import check_plot_path, label, write_plot
     from fnpipe.mining.grouping import parse_search_space
     from fnpipe.mining.inputs import MineConfig
     from fnpipe.mining.truth import Truth
+    from fnpipe.pipeline.errors import InputError
     from fnpipe.pipeline.workspace import Workspace
 
+    if tau_high is not None and not discriminator:
+        raise InputError(f"--tau-high {tau_high:g} cuts a discriminator's p; name one with --discriminator")
+    tau_high = MineConfig.tau_high if tau_high is None else tau_high
     spaces = tuple(parse_search_space(space) for space in search_space) if search_space else None
     config = AuditConfig(embeddings=embeddings, batch_size=batch_size, search_spaces=spaces, batches=batches, seed=seed)
     plot_path = check_plot_path(plot) if plot else None
     opened = Workspace.open(workspace)
+    if discriminator:
+        embeddings = embeddings_for(discriminator, opened, embeddings)
+        config = replace(config, embeddings=embeddings)
     judges = {}
     if discriminator:
         con_d = load_discriminator(discriminator, opened, MineConfig(embeddings=embeddings, tau_high=tau_high))

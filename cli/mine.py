@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 UNCALIBRATED = ("clip", "vacsr")
 
 EdgesOption = Annotated[str | None, typer.Option("--edges", help="Which edges; the only ones there are if not given.")]
+TauHighOption = Annotated[float | None, typer.Option(help="Positive above this probability. Default: 0.8.")]
+TauLowOption = Annotated[
+    float | None, typer.Option(help="Negative below this probability; ambiguous in between. Default: 0.5.")
+]
 
 
 @app.command("mine-connections")
@@ -43,9 +47,11 @@ def mine_connections_command(
         list[str] | None, typer.Option(help="Plans that propose; repeat for several. Default: the only one.")
     ] = None,
     graph: Annotated[int, typer.Option(metavar="K", help="Also the K nearest neighbours in the graph.")] = 0,
-    embeddings: Annotated[str | None, typer.Option(help="Which embeddings; default: the only ones.")] = None,
-    tau_high: Annotated[float, typer.Option(help="Positive above this probability.")] = 0.8,
-    tau_low: Annotated[float, typer.Option(help="Negative below this probability; ambiguous in between.")] = 0.5,
+    embeddings: Annotated[
+        str | None, typer.Option(help="Which embeddings; default: vacsr's own, else the only ones.")
+    ] = None,
+    tau_high: TauHighOption = None,
+    tau_low: TauLowOption = None,
     positive_share: Annotated[
         float | None,
         typer.Option(metavar="F", help="Label this share, the most probable, positive and the rest negative."),
@@ -88,8 +94,6 @@ def mine_connections_command(
         groups=tuple(groups or ()),
         graph=graph,
         embeddings=embeddings,
-        tau_low=tau_low,
-        tau_high=tau_high,
         positive_share=positive_share,
         score_recorded=score_recorded,
         block_images=block_images,
@@ -99,11 +103,13 @@ def mine_connections_command(
         ray_address=ray_address,
         name=name,
         overwrite=overwrite,
+        **_thresholds(tau_low, tau_high, positive_share),
     )
     opened = Workspace.open(workspace)
     kind = discriminator.partition(":")[0]
     if calibrate_on is not None and kind not in UNCALIBRATED:
         raise InputError(f"--calibrate-on fits clip and vacsr; {discriminator} brings its own probabilities")
+    config = replace(config, embeddings=embeddings_for(discriminator, opened, embeddings))
     con_d = load_discriminator(discriminator, opened, config, calibrate_on, device, precision)
     if plan:
         planned = plan_mining(opened, config, con_d)
@@ -112,6 +118,24 @@ def mine_connections_command(
     summary = mine_connections(opened, config, con_d, kind=kind)
     too_sure = kind if kind in UNCALIBRATED and calibrate_on is None and positive_share is None else None
     emit(asdict(summary), as_json, partial(_render_summary, workspace, summary, too_sure))
+
+
+def _thresholds(tau_low: float | None, tau_high: float | None, positive_share: float | None) -> dict[str, float]:
+    """The thresholds that were given, by name; beside a share they would change nothing."""
+    given = {name: tau for name, tau in (("tau_low", tau_low), ("tau_high", tau_high)) if tau is not None}
+    if given and positive_share is not None:
+        flags = " and ".join(f"--{name.replace('_', '-')} {tau:g}" for name, tau in given.items())
+        raise InputError(f"--positive-share {positive_share:g} labels by rank, whatever p is; leave {flags} out")
+    return given
+
+
+def embeddings_for(spec: str, workspace: Workspace, named: str | None) -> str | None:
+    """The embeddings that candidates are proposed and judged by: those named, else vacsr's own; None: the only ones."""
+    if named is not None or spec.partition(":")[0] != "vacsr":
+        return named
+    from fnpipe.train.vacsr_con_d import embeddings_of
+
+    return embeddings_of(spec, workspace)
 
 
 def load_discriminator(
@@ -182,8 +206,8 @@ def _calibration(workspace: Workspace, config: MineConfig, calibrate_on: str, si
 def relabel_command(
     workspace: WorkspaceArgument,
     edges: EdgesOption = None,
-    tau_high: Annotated[float, typer.Option(help="Positive above this probability.")] = 0.8,
-    tau_low: Annotated[float, typer.Option(help="Negative below this probability; ambiguous in between.")] = 0.5,
+    tau_high: TauHighOption = None,
+    tau_low: TauLowOption = None,
     positive_share: Annotated[
         float | None, typer.Option(help="Instead: this share, the most probable, positive and the rest negative.")
     ] = None,
@@ -193,11 +217,13 @@ def relabel_command(
 
     Example: fnpipe relabel work --edges itm --tau-high 0.9 --tau-low 0.6
     """
-    from fnpipe.mining.connections import summarise
+    from fnpipe.mining.connections import MineConfig, summarise
     from fnpipe.mining.labels import relabel
     from fnpipe.pipeline.workspace import Workspace
 
-    summary = summarise(relabel(Workspace.open(workspace), edges, tau_low, tau_high, positive_share))
+    taus = {"tau_low": MineConfig.tau_low, "tau_high": MineConfig.tau_high}
+    taus |= _thresholds(tau_low, tau_high, positive_share)
+    summary = summarise(relabel(Workspace.open(workspace), edges, **taus, positive_share=positive_share))
     emit(asdict(summary), as_json, partial(_render_summary, workspace, summary))
 
 

@@ -120,7 +120,9 @@ def evaluate_command(
         str | None,
         typer.Option(help="Evaluate stored embeddings; with a run of adapter or vacsr: by it, on these."),
     ] = None,
-    checkpoint: Annotated[str, typer.Option(help="best-or-last, best, last, or epoch-004.")] = "best-or-last",
+    checkpoint: Annotated[
+        str | None, typer.Option(help="best, last, or epoch-004. Default: best if there is one, else last.")
+    ] = None,
     on: Annotated[str | None, typer.Option(help="A split, or all. Default: test if there is one, else all.")] = None,
     truth: Annotated[str | None, typer.Option(help="Truth file: R-Precision and mAP@R as well.")] = None,
     eccv: Annotated[
@@ -130,7 +132,9 @@ def evaluate_command(
         str | None,
         typer.Option(metavar="FILE", help="With --eccv: captions_val2014.json or dataset_coco.json, for caption ids."),
     ] = None,
-    top_k: Annotated[int, typer.Option(help="Candidates per query that the ITM head puts in order.")] = 24,
+    top_k: Annotated[
+        int | None, typer.Option(help="Candidates per query that the ITM head puts in order. Default: 24.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     json_: JsonFlag = False,
 ) -> None:
@@ -144,8 +148,11 @@ def evaluate_command(
     """
     if run is None and embeddings is None:
         raise InputError("evaluate takes one of --run NAME and --embeddings NAME")
-    if top_k < 1:
+    if top_k is not None and top_k < 1:
         raise InputError(f"--top-k is {top_k}; it must be at least 1")
+    if run is None and (top_k is not None or checkpoint is not None):
+        what = f"--top-k {top_k}" if top_k is not None else f"--checkpoint {checkpoint}"
+        raise InputError(f"{what} goes with --run; without one the stored vectors are compared as they are")
     if eccv and (on is not None or truth is not None):
         raise InputError("--eccv brings its own images and its own truth; leave --on and --truth out")
     if coco_captions is not None and not eccv:
@@ -181,7 +188,7 @@ def evaluate_command(
             queries,
             known,
             embeddings=embeddings,
-            checkpoint=checkpoint,
+            checkpoint=checkpoint or "best-or-last",
             top_k=top_k,
             device=device,
             measure=measure,

@@ -67,9 +67,12 @@ class GroupConfig:
     def __post_init__(self) -> None:
         if self.sampling not in SAMPLINGS:
             raise InputError(f"--sampling {self.sampling}: one of {', '.join(SAMPLINGS)}")
-        for flag, value in (("--batch-size", self.batch_size), ("--epochs", self.epochs)):
-            if value < 1:
-                raise InputError(f"{flag} {value}: at least 1")
+        if self.batch_size < 2:
+            raise InputError(
+                f"--batch-size {self.batch_size}: at least 2, because the others of a batch are its negatives"
+            )
+        if self.epochs < 1:
+            raise InputError(f"--epochs {self.epochs}: at least 1")
         if self.seed < 0:
             raise InputError(f"--seed {self.seed}: a number from 0")
         # Random batches look through nothing.

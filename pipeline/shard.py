@@ -111,7 +111,7 @@ def shard(sources: Sequence[str], workspace: str, config: ShardConfig, *, overwr
     """
     started = time.monotonic()
     root = Path(workspace)
-    opened = open_sources(sources, config.format, config.split)
+    opened = open_sources(sources, config.format, config.split, header=config.header)
     require_room(root, opened, config.shards)
     begun = {
         "format": FORMAT_VERSION,

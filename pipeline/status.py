@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.embeddings import image_array_path, text_array_path
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.parts import PARTS
 from fnpipe.pipeline.shard import ShardConfig, summary_of
@@ -18,6 +19,7 @@ from fnpipe.pipeline.storage import is_remote, local_path
 from fnpipe.pipeline.workspace import MADE_BY, MANIFEST, RUN_CONFIG, Stage, Workspace, read_manifest
 
 _EXAMPLES = 5
+GONE = "files are gone"
 # Methods whose runs train no matching head.
 _WITHOUT_HEAD = ("itc", "adapter", "vacsr")
 
@@ -44,13 +46,13 @@ def status(workspace: str, *, quarantine: bool = False) -> dict[str, Any]:
     if not manifest.get("complete"):
         return {**summary, **_unfinished(root, manifest)}
     opened = Workspace.open(root)
-    stages = _stages(opened)
+    stages, lost = _stages(opened), _lost(opened)
     summary |= {
         "state": "sharded",
         "counts": summary_of(root, manifest),
-        "lost": _lost(opened),
+        "lost": lost,
         "stages": stages,
-        "next": _next(root, stages),
+        "next": _next_after_loss(root, manifest, lost) if lost else _next(root, stages),
     }
     if quarantine:
         summary["quarantine"] = _examples(root)
@@ -78,11 +80,23 @@ def _unfinished(root: Path, manifest: dict[str, Any]) -> dict[str, str]:
     planned = manifest.get("shards_planned")
     done = sum(path.stem.isdigit() for path in (root / PARTS).glob("*.parquet"))
     how_far = "the sources were being read" if planned is None else f"{done:,} of {planned:,} shards are done"
-    sources = shlex.join(source["path"] for source in manifest["sources"])
     return {
         "state": f"sharding was not finished: {how_far}; the same command goes on where it stopped",
-        "next": f"fnpipe shard {sources} {shlex.quote(str(root))}{_flags(manifest['params'])}",
+        "next": _shard_command(root, manifest),
     }
+
+
+def _next_after_loss(root: Path, manifest: dict[str, Any], lost: list[str]) -> str:
+    """Nothing after the sharding can be made of what is not there; equal sources shard to equal bytes."""
+    sources = [tar for tar in lost if tar.endswith(".tar")] if manifest["params"].get("in_place") else []
+    if sources:
+        return f"bring {sources[0]} back: with --in-place the tars are the source"
+    return f"{_shard_command(root, manifest)} --overwrite"
+
+
+def _shard_command(root: Path, manifest: dict[str, Any]) -> str:
+    sources = shlex.join(source["path"] for source in manifest["sources"])
+    return f"fnpipe shard {sources} {shlex.quote(str(root))}{_flags(manifest['params'])}"
 
 
 def _flags(params: dict[str, Any]) -> str:
@@ -92,7 +106,7 @@ def _flags(params: dict[str, Any]) -> str:
         if value == getattr(ShardConfig, name):
             continue
         flag = "--no-header" if name == "header" else f"--{name.replace('_', '-')}"
-        words.append(flag if isinstance(value, bool) else f"{flag} {value}")
+        words.append(flag if isinstance(value, bool) else f"{flag} {shlex.quote(str(value))}")
     return "".join(f" {word}" for word in words)
 
 
@@ -121,7 +135,16 @@ def _state(stage: Stage) -> str:
         stage.require()
     except InputError:
         return "out of date"
-    return "finished"
+    return GONE if _files_are_gone(stage) else "finished"
+
+
+def _files_are_gone(stage: Stage) -> bool:
+    """Whether arrays of finished embeddings were deleted: they are large, and what is made of them can do without."""
+    if not stage.name.startswith("embeddings/"):
+        return False
+    shards = range(stage.workspace.n_shards)
+    arrays = (path_of(stage.path, shard) for path_of in (image_array_path, text_array_path) for shard in shards)
+    return not all(array.is_file() for array in arrays)
 
 
 def _run_state(run: Stage) -> tuple[str, dict[str, Any]]:
@@ -146,7 +169,7 @@ def _next(root: Path, stages: list[dict[str, str]]) -> str:
         if unfinished is not None:
             name = unfinished["name"].partition("/")[2]
             named = {"runs": f" --run {name} --resume", "graph": f" --embeddings {name}"}.get(kind, f" --name {name}")
-            again = " --overwrite" if unfinished["state"] == "out of date" else ""
+            again = " --overwrite" if unfinished["state"] in ("out of date", GONE) else ""
             return f"fnpipe {command} {shlex.quote(str(root))}{named}{again}, with the flags it was begun with"
     return f"fnpipe evaluate {shlex.quote(str(root))} --run {_last_run(stages)}"
 
@@ -184,4 +207,8 @@ def _examples(root: Path) -> dict[str, list[dict[str, Any]]]:
 def _said(params: dict[str, Any]) -> list[str]:
     """The parameters that a person would name: no digests, and nothing that was left open."""
     said = [(key, value) for key, value in params.items() if isinstance(value, str | int | float) and key != "weights"]
+    con_d = params.get("discriminator")
+    if isinstance(con_d, dict):
+        model = f" ({con_d['model']})" if "model" in con_d else ""
+        said.insert(0, ("discriminator", f"{con_d.get('kind')}{model}"))
     return [f"{key} {value}" for key, value in said if value is not False]

@@ -70,6 +70,14 @@ def test_a_split_of_a_source_without_splits_is_refused(
     assert "knows no splits" in one_line(capsys)
 
 
+def test_no_header_is_refused_where_no_source_is_a_table(
+    make_pairs: MakePairs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert run(["shard", str(make_pairs()), str(tmp_path / "workspace"), "--no-header"]) == 2
+    assert "pairs.json: albef, which has no header line; leave --no-header out" in one_line(capsys)
+    assert not (tmp_path / "workspace").exists()
+
+
 def test_an_unknown_command_and_an_unknown_flag_are_one_line(capsys: pytest.CaptureFixture[str]):
     assert run(["nope"]) == 2
     assert "nope" in one_line(capsys)

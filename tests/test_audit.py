@@ -161,3 +161,8 @@ def test_the_command_prints_a_table_writes_a_plot_and_speaks_json(
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert summary["rows"][1]["search_space"] == 12
     assert run([*command, "--plot", "audit.bmp"]) == 2
+
+
+def test_a_threshold_without_a_discriminator_is_refused(concepts: Workspace, capsys):
+    assert run(["audit", str(concepts.root), "--tau-high", "0.9"]) == 2
+    assert "--tau-high 0.9 cuts a discriminator's p; name one with --discriminator" in capsys.readouterr().err

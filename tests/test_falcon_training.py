@@ -375,7 +375,7 @@ def test_a_picture_that_cannot_be_read_keeps_its_row_and_nothing_else_moves(make
         ({"policy_alpha": 0.5}, "policy_alpha is 0.5; it must exceed policy_floor"),
         ({"method": "albef", "search_space": None, "quantile": 0.5}, "quantile is 0.5, which only falcon has"),
         ({"embeddings": "none"}, "none"),
-        ({"batch_size": 1, "search_space": 4}, "two pairs at least"),
+        ({"batch_size": 1, "search_space": 4}, "batch_size is 1; it must be at least 2"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_one_line(workspace: Workspace, values: dict[str, Any], words: str):

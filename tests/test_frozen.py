@@ -155,6 +155,12 @@ def test_rows_without_an_embedding_leave_a_plan_and_random_batches(make_workspac
     assert drawn["images_seen"] == 22
 
 
+def test_more_pairs_a_batch_than_there_are_is_refused(workspace: Workspace):
+    with pytest.raises(InputError, match=r"batch_size is 41, and .* has 40 images to train on"):
+        trained(workspace, "r", method="adapter", batch_size=41)
+    assert not (workspace.root / "runs").exists()
+
+
 def test_mined_positives_are_positives(make_workspace: MakeWorkspace):
     """Images come in pairs of equal meaning; edges say that the caption of one is true of the other."""
     images, texts = arrays(20)
@@ -424,6 +430,21 @@ def test_vacsr_judges_with_uncertainty(mined: tuple[Workspace, str], capsys: pyt
     assert run_cli([*audit, "--truth", truth, "--json"]) == 0
     rows_of_audit = json.loads(capsys.readouterr().out)["rows"]
     assert all(0 <= row["judged"]["vacsr:v"] <= 1 for row in rows_of_audit)
+
+
+def test_vacsr_judges_by_its_own_embeddings_where_there_are_several(
+    mined: tuple[Workspace, str], capsys: pytest.CaptureFixture[str]
+):
+    workspace, _ = mined
+    write_embeddings(workspace, "another", np.eye(40), np.eye(40))
+    base = [str(workspace.root), "--discriminator", "vacsr:v"]
+    assert run_cli(["mine-connections", *base, "--positive-share", "0.05"]) == 0
+    meta = workspace.resolve("edges", "vacsr", "--edges").require()
+    assert list(meta["params"]["embeddings"]) == ["clip"]
+    assert run_cli(["audit", *base, "--batch-size", "10", "--search-space", "20", "--json"]) == 0
+    capsys.readouterr()
+    assert run_cli(["mine-connections", *base, "--embeddings", "another"]) == 2
+    assert "trained on embeddings of width 8" in capsys.readouterr().err
 
 
 def test_vacsr_can_be_fitted_on_truth_and_on_edges(mined: tuple[Workspace, str]):

@@ -194,6 +194,11 @@ def test_a_search_space_that_does_not_fit_into_memory_is_refused(clustered, monk
     assert group(clustered, GroupConfig(batch_size=6, search_space=42)).images == 48
 
 
+def test_batches_of_one_pair_are_refused():
+    with pytest.raises(InputError, match="--batch-size 1: at least 2"):
+        GroupConfig(sampling="random", batch_size=1)
+
+
 @pytest.mark.parametrize("text", ["0", "-4", "many", "1.5", "²"])
 def test_a_search_space_that_is_no_number_is_refused(text):
     with pytest.raises(InputError, match="number of pairs, or all"):

@@ -144,6 +144,14 @@ def test_inspect_writes_the_page(mined, tmp_path, capsys):
         (["mine-connections", "--discriminator", "clip", "--graph", "4"], "no graph 'clip'"),
         (["mine-connections", "--discriminator", "clip", "--tau-low", "0.9"], "tau_low <= tau_high"),
         (["mine-connections", "--discriminator", "itm:demo", "--calibrate-on", "x"], "fits clip"),
+        (
+            ["mine-connections", "--discriminator", "clip", "--positive-share", "0.1", "--tau-high", "0.8"],
+            "leave --tau-high 0.8 out",
+        ),
+        (
+            ["relabel", "--positive-share", "0.1", "--tau-low", "0.2", "--tau-high", "0.9"],
+            "leave --tau-low 0.2 and --tau-high 0.9 out",
+        ),
         (["inspect"], "no edges yet"),
         (["inspect", "--edges", "itm"], "no edges 'itm'"),
         (["inspect", "--label", "postive"], "did you mean 'positive'"),

@@ -654,7 +654,31 @@ def test_status_tells_of_a_tar_and_a_table_that_are_gone(make_workspace, capsys)
     lost = status(str(workspace.root))["lost"]
     assert lost == [str(workspace.root / "shards" / "00001.tar"), str(workspace.root / "images" / "00000.parquet")]
     assert run(["status", str(workspace.root)]) == 0
-    assert "LOST: 2 files that sharding made are gone, the first " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "LOST: 2 files that sharding made are gone, the first " in printed
+    assert f"next: fnpipe shard made {workspace.root} --overwrite\n" in printed
+    manifest = json.loads((workspace.root / "fnpipe.json").read_text())
+    (workspace.root / "fnpipe.json").write_text(json.dumps({**manifest, "params": {"in_place": True}}))
+    assert status(str(workspace.root))["next"].startswith(f"bring {lost[0]} back")
+
+
+def test_status_sees_that_arrays_of_finished_embeddings_were_deleted(make_workspace):
+    workspace = make_workspace(6, embeddings=(np.eye(6, 4) + 0.1, np.eye(6, 4) + 0.2))
+    (workspace.root / "embeddings" / "clip" / "text_emb" / "text_emb_00001.npy").unlink()
+    found = status(str(workspace.root))
+    assert found["stages"][0]["state"] == "files are gone"
+    again = f"fnpipe embed {workspace.root} --name clip --overwrite, with the flags it was begun with"
+    assert found["next"] == again
+
+
+def test_status_says_which_discriminator_made_the_edges(make_workspace):
+    workspace = make_workspace(6)
+    for name, con_d in (("a", {"kind": "clip", "slope": 1.0}), ("b", {"kind": "blip", "model": "org/blip"})):
+        stage = workspace.stage(f"edges/{name}")
+        stage.begin({"candidates": 8, "discriminator": con_d}, {"pairs": workspace.digest})
+        stage.finish([])
+    made_by = [stage["made_with"] for stage in status(str(workspace.root))["stages"]]
+    assert made_by == ["discriminator clip, candidates 8", "discriminator blip (org/blip), candidates 8"]
 
 
 def test_status_of_a_folder_that_is_no_workspace_says_so(tmp_path: Path):

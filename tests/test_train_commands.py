@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,8 +58,11 @@ def test_train_then_evaluate_prints_results_on_stdout_and_progress_on_stderr(
         (["--run", "r", "--method", "itc", "--init", "none.pt"], "none.pt"),
         (["--run", "r", "--method", "grit"], "no GRIT plan"),
         (["--run", "r", "--method", "albef", "--edges", "none"], "edges"),
+        (["--run", "r", "--method", "albef", "--embeddings", "clip"], "albef reads pictures; leave it out"),
         (["--run", "r", "--method", "itc", "--resume"], "no run to resume"),
         (["--run", "r", "--method", "itc", "--set", "device=tpu"], "tpu"),
+        (["--run", "r", "--method", "itc", "--set", "batch_size=1"], "batch_size is 1; it must be at least 2"),
+        (["--run", "r", "--method", "itc", "--set", "batch_size=9"], "8 images to train on; give at most 8"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
@@ -70,6 +74,36 @@ def test_a_mistake_is_one_line_and_exit_code_2(
     assert said.count("\n") == 1, said
     assert words in said
     assert not (workspace.root / "runs").exists()
+
+
+@pytest.mark.parametrize("method", ["itc", "adapter"])
+def test_one_image_makes_no_batch_because_it_has_no_negative(
+    make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str], method: str
+):
+    workspace = make_workspace(1, captions=3, embeddings=(np.ones((1, 4)), np.ones((3, 4))))
+    assert run_cli(["train", str(workspace.root), "--method", method, "--run", "r"]) == 2
+    assert "the others of a batch are its negatives" in capsys.readouterr().err
+    assert not (workspace.root / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--embeddings", "clip", "--top-k", "5"], "--top-k 5 goes with --run"),
+        (["--embeddings", "clip", "--checkpoint", "last"], "--checkpoint last goes with --run"),
+        (["--run", "r", "--top-k", "5"], "trained no ITM head"),
+    ],
+)
+def test_a_flag_of_evaluate_that_would_change_nothing_is_refused(
+    make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+):
+    root = str(make_workspace(8, embeddings=(np.eye(8), np.eye(8))).root)
+    assert run_cli(["train", root, "--method", "itc", "--run", "r", *FAST]) == 0
+    capsys.readouterr()
+    assert run_cli(["evaluate", root, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1, said
+    assert words in said
 
 
 def test_without_a_workspace_it_says_so(tmp_path: Any, capsys: pytest.CaptureFixture[str]):

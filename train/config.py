@@ -104,7 +104,8 @@ class TrainConfig:
             said what was looked up.
         agreement_steps: on every so manieth batch.
         epochs: None: 20, for fnpipe-tiny as many as make about 3,600 steps.
-        batch_size: of random batches, and of falcon's (None: 64 for fnpipe-tiny, else 128); a plan has its own.
+        batch_size: of random batches, and of falcon's (None: 64 for fnpipe-tiny, else 128, or all images where there
+            are fewer); a plan has its own.
         seed: every random draw derives from it, the epoch and the batch.
         itm, mlm: turn a loss of the method on or off.
         mask_rate: share of the tokens that MLM masks.
@@ -261,7 +262,7 @@ _INF = math.inf
 _BOUNDS: tuple[tuple[str, float, float], ...] = (
     ("agreement_steps", 1, _INF),
     ("epochs", 1, _INF),
-    ("batch_size", 1, _INF),
+    ("batch_size", 2, _INF),
     ("seed", 0, 2**63 - 1),
     ("image_size", 1, _INF),
     ("fusion_layers", 1, _INF),

@@ -44,6 +44,11 @@ def check_falcon(config: TrainConfig) -> None:
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
     given = {key: getattr(config, key) for key in (*KEYS, *POLICY_KEYS) if getattr(config, key) != defaults[key]}
     if config.method != FALCON:
+        if config.embeddings is not None:
+            raise InputError(
+                f"embeddings is {config.embeddings}, and {config.method} reads pictures; leave it out (falcon, adapter "
+                "and vacsr take stored embeddings)"
+            )
         for key, value in given.items():
             raise InputError(f"{key} is {value}, which only falcon has; leave it out, or use --method {FALCON}")
         return

@@ -35,7 +35,7 @@ from fnpipe.train.evaluate import Queries, read_queries
 from fnpipe.train.frozen_config import FROZEN_METHODS, TEST, FrozenConfig, VacsrConfig, resolve_frozen
 from fnpipe.train.frozen_evaluate import evaluate_frozen
 from fnpipe.train.frozen_runs import FrozenModel, describe_source, save_frozen
-from fnpipe.train.inputs import file_digest, planned_batches
+from fnpipe.train.inputs import check_batch_size, file_digest, planned_batches
 from fnpipe.train.log import Log, plot_losses, read_metrics
 from fnpipe.train.loop import asked_values, begin_record, deterministic, require_inputs, stop_signals
 from fnpipe.train.processes import choose_device
@@ -97,6 +97,7 @@ def open_frozen_inputs(workspace: Workspace, config: FrozenConfig) -> FrozenInpu
     else:
         members = read_members(workspace, embeddings)
         source = RandomBatches(members, config.batch_size or DEFAULT_BATCH_SIZE, config.seed)
+    check_batch_size(source.batch_size, config.batch_size, workspace)
     image_of = pair_images(workspace)
     usable = embeddings.usable(image_of, np.arange(workspace.n_pairs))
     if not usable.all():

@@ -35,7 +35,7 @@ class FrozenConfig(ABC):
         tau_high: p above which an edge is a positive; None: as it is labelled.
         truth: a truth file, for mAP@R.
         epochs: None: as many as make about 1,536 steps.
-        batch_size: of random batches (None: 64); a plan has its own.
+        batch_size: of random batches (None: 64, or all images where there are fewer); a plan has its own.
         seed: every random draw derives from it, the epoch and the batch.
         lr: falls to ``lr_drop`` of it after the share ``drop_after`` of the steps.
         weight_decay: AdamW's.

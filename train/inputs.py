@@ -70,6 +70,7 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         digests[plan.name] = plan.digest
     else:
         source = RandomBatches(members, batch_size, config.seed)
+    check_batch_size(source.batch_size, config.batch_size, workspace)
     if config.min_recorded_probability > 0 and not isinstance(source, FalconSource):
         source = WithoutPairs(source, doubted_pairs(find_edges(workspace, config), config.min_recorded_probability))
     edges, identity, thresholds = None, None, (EcmConfig.tau_low, EcmConfig.tau_high)
@@ -110,6 +111,23 @@ def planned_batches(plan: Stage, batch_size: int | None) -> PlannedBatches:
             f"batch_size is {batch_size}, the batches of {plan.path} hold {source.batch_size}; leave it out"
         )
     return source
+
+
+def check_batch_size(size: int, asked: int | None, workspace: Workspace) -> None:
+    """Refuse batches that are not what was ``asked`` for, or too small to learn from.
+
+    Raises:
+        InputError: there are fewer images than were asked for, or a batch of ``size`` pairs holds no negative.
+    """
+    if size < 2:
+        raise InputError(
+            f"{workspace.root}: batches of {size} pair; two are the least, the others of a batch are its negatives"
+        )
+    if asked is not None and size < asked:
+        raise InputError(
+            f"batch_size is {asked}, and {workspace.root} has {size} images to train on; give at most {size}, or leave "
+            "it out"
+        )
 
 
 def find_plan(workspace: Workspace, config: TrainConfig) -> Stage | None:

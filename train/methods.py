@@ -59,26 +59,30 @@ def evaluate_run(
     *,
     embeddings: str | None = None,
     checkpoint: str = "best-or-last",
-    top_k: int = TOP_K,
+    top_k: int | None = None,
     device: str = "auto",
     measure: Measure | None = None,
 ) -> dict[str, Any]:
     """Retrieval figures of a run, as `evaluate.evaluate_run` or `frozen_evaluate.evaluate_frozen_run` gives them.
 
     Args:
-        embeddings: what a network on frozen embeddings is applied to. top_k: for runs with an ITM head.
+        embeddings: what a network on frozen embeddings is applied to. top_k: for runs with an ITM head; None: `TOP_K`.
 
     Raises:
-        InputError: as theirs; or there are embeddings for a run that embeds pictures itself.
+        InputError: as theirs; or there are embeddings for a run that embeds pictures itself, or a ``top_k`` for one
+            that has no ITM head.
     """
-    if is_frozen_run(run_path(workspace, run)):
+    directory = run_path(workspace, run)
+    if top_k is not None and not read_run_config(directory)["config"].get("itm"):
+        raise InputError(f"--run {run} trained no ITM head, which alone looks at the top k; leave --top-k {top_k} out")
+    if is_frozen_run(directory):
         return evaluate_frozen_run(
             workspace, run, queries, truth, embeddings=embeddings, checkpoint=checkpoint, device=device, measure=measure
         )
     if embeddings is not None:
         raise InputError(f"--run {run} embeds pictures itself; leave --embeddings {embeddings} out")
     return evaluate_model_run(
-        workspace, run, queries, truth, checkpoint=checkpoint, top_k=top_k, device=device, measure=measure
+        workspace, run, queries, truth, checkpoint=checkpoint, top_k=top_k or TOP_K, device=device, measure=measure
     )
 
 

@@ -14,12 +14,11 @@ import numpy as np
 import torch
 
 from fnpipe.mining.discriminators import LogisticFit
-from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.encoders import digest_weights
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.frozen_config import VACSR
-from fnpipe.train.frozen_runs import load_frozen_run
+from fnpipe.train.frozen_runs import FrozenModel, fitting_embeddings, load_frozen_run
 from fnpipe.train.vacsr import VacsrNet, pair_scores
 
 
@@ -66,15 +65,28 @@ def load_vacsr(
     """Con-D of ``vacsr:RUN``, a run of the workspace (by name) or of another (by path).
 
     Args:
-        embeddings: which are judged by; None: the only ones there are.
+        embeddings: which are judged by; None: those that it fits, see `embeddings_of`.
 
     Raises:
         InputError: there is no such run or checkpoint, or it was trained on embeddings of another encoder.
     """
+    model = _load(spec, workspace)
+    fitting_embeddings(workspace, model, spec, embeddings)
+    assert isinstance(model.net, VacsrNet)
+    return VacsrDiscriminator(model.net, device)
+
+
+def embeddings_of(spec: str, workspace: Workspace) -> str:
+    """The name of the embeddings that ``vacsr:RUN`` judges by where none are named, as `fitting_embeddings` finds them.
+
+    Raises:
+        InputError: there is no such run, or no or several embeddings here that it fits.
+    """
+    return fitting_embeddings(workspace, _load(spec, workspace), spec).name
+
+
+def _load(spec: str, workspace: Workspace) -> FrozenModel:
     kind, _, name = spec.partition(":")
     if kind != VACSR or not name:
         raise InputError(f"{spec!r} names no discriminator on embeddings; use vacsr:RUN")
-    model = load_frozen_run(workspace, name, VACSR)
-    model.require_fits(Embeddings.open(workspace, embeddings), spec)
-    assert isinstance(model.net, VacsrNet)
-    return VacsrDiscriminator(model.net, device)
+    return load_frozen_run(workspace, name, VACSR)

@@ -36,7 +36,11 @@ from fnpipe.train.vacsr_con_d import VacsrDiscriminator, load_vacsr
 
 WIDTH = 8
 FAST: dict[str, Any] = {"epochs": 2, "batch_size": 8, "tensorboard": False}
-METHODS = [{"method": "adapter"}, {"method": "vacsr"}, {"method": "vacsr", "components": 2, "tile": 3, "cosine_weight": 10.0}]
+METHODS: list[dict[str, Any]] = [
+    {"method": "adapter"},
+    {"method": "vacsr"},
+    {"method": "vacsr", "components": 2, "tile": 3, "cosine_weight": 10.0},
+]
 LABELS = ["adapter", "vacsr", "vacsr in tiles"]
 
 

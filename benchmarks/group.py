@@ -4,9 +4,10 @@
 
 `ratio_*`: `grit_order` against a straightforward torch chain that masks rows and columns of the full matrices at every
 step, doing what GRIT-VLP's released code does; `masking_ratio_*`: against the leanest such chain. Products are included
-on all sides. Embeddings have width 512, CLIP's, and for `*_width_256` that of ALBEF and BLIP. `epoch_4m_minutes_*`: one epoch's plan, measured on --pairs and scaled to four million (the time is
-linear). `all_vs_exact_similarity`: the mean similarity of consecutive pairs of the chain on the
-graph, of the exact chain's, at 50,000 pairs and k = 32. The last line is JSON.
+on all sides. Embeddings have width 512, CLIP's, and for `*_width_256` that of ALBEF and BLIP. `epoch_4m_minutes_*`: one
+epoch's plan, measured on --pairs and scaled to four million (the time is linear). `all_vs_exact_similarity`: the mean
+similarity of consecutive pairs of the chain on the graph, of the exact chain's, at 50,000 pairs and k = 32. The last
+line is JSON.
 
 Measured: see group.md beside this.
 """

@@ -45,8 +45,8 @@ def chain_order(sim_i2t: np.ndarray, start: int) -> np.ndarray:
     """The chain of `grit_order` on given similarities.
 
     Rows are read where they lie. A column costs a cache miss for each of its values, and a transposed copy as much as
-    it saves, so of every column the highest similarity in each block of ``BLOCK`` rows is kept beforehand. It bounds what
-    a block can still hold: blocks are read from the highest bound down until no bound reaches what was found.
+    it saves, so of every column the highest similarity in each block of ``BLOCK`` rows is kept beforehand. It bounds
+    what a block can still hold: blocks are read from the highest bound down until no bound reaches what was found.
 
     Args:
         sim_i2t: (M, M) float32, finite. start: a row.
@@ -111,4 +111,5 @@ def _column_bounds(sim_i2t: np.ndarray) -> np.ndarray:
         for column in range(count):
             sim = row[column]
             highest[column] = sim if sim > highest[column] else highest[column]
-    return bounds.T.copy()
+    of_columns: np.ndarray = bounds.T.copy()
+    return of_columns

@@ -30,10 +30,11 @@ def order_by_the_words(images: np.ndarray, texts: np.ndarray, start: int) -> lis
     return order
 
 
+FEW = st.integers(1, 33)
+
+
 @st.composite
-def paired_embeddings(
-    draw: st.DrawFn, sizes: st.SearchStrategy[int] = st.integers(1, 33)
-) -> tuple[np.ndarray, np.ndarray]:
+def paired_embeddings(draw: st.DrawFn, sizes: st.SearchStrategy[int] = FEW) -> tuple[np.ndarray, np.ndarray]:
     """Random pairs, or pairs full of ties: few distinct integer rows, duplicates, all rows alike."""
     m, d = draw(sizes), draw(st.integers(1, 6))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

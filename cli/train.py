@@ -95,8 +95,13 @@ def train_command(
 
     from fnpipe.pipeline.workspace import Workspace
     from fnpipe.train.processes import is_first
+    from fnpipe.train.runs import find_run
 
+    if resume and overwrite:
+        raise InputError("--resume goes on with a run and --overwrite throws it away; give one of the two")
     opened = Workspace.open(workspace)
+    if resume:
+        find_run(opened, run)
     summary = train(
         opened,
         read_values(opened, run, flags, assignments or [], config),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import Annotated, Any
 
@@ -250,7 +251,7 @@ def _print_training(workspace: str, summary: dict[str, Any]) -> None:
     )
     if summary.get("unreadable"):
         console.print(f"{summary['unreadable']:,} rows were left out: their pictures cannot be decoded.")
-    console.print(f"Next: fnpipe evaluate {workspace} --run {summary['run']}")
+    console.print(f"Next: fnpipe evaluate {shlex.quote(workspace)} --run {shlex.quote(summary['run'])}")
 
 
 def _print_figures(summary: dict[str, Any]) -> None:

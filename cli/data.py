@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated, Any
 
 import typer
@@ -131,9 +132,10 @@ def _print_shard(summary: dict[str, Any]) -> None:
     if "seconds" in summary:
         rate = summary["images"] / max(summary["seconds"], 1e-9)
         print(f"{summary['seconds']:,.1f} s, {rate:,.0f} images/s")
+    workspace = shlex.quote(summary["workspace"])
     if summary["quarantined"]:
-        print(f"what was left out and why: fnpipe status {summary['workspace']} --quarantine")
-    print(f"next: fnpipe embed {summary['workspace']} --model ViT-B-32 --pretrained laion2b_s34b_b79k")
+        print(f"what was left out and why: fnpipe status {workspace} --quarantine")
+    print(f"next: fnpipe embed {workspace} --model ViT-B-32 --pretrained laion2b_s34b_b79k")
 
 
 def _print_counts(summary: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -335,7 +336,7 @@ def _print_figures(summary: Mapping[str, Any]) -> None:
     part = f"'{summary['edges']}/part-00000.parquet'"
     read = f"pandas.read_parquet({part}, filters=[('label', '=', 'positive')])"
     console.print(f"The edges, one row per judged combination: {summary['edges']}/part-*.parquet; a look at them:")
-    console.print(f"  {python} -m fnpipe.cli inspect {summary['directory']} --label positive --limit 9")
+    console.print(f"  {python} -m fnpipe.cli inspect {shlex.quote(summary['directory'])} --label positive --limit 9")
     console.print(f'  {python} -c "import pandas; print({read}.head(9))"')
     console.print(f"or, in DuckDB: {first_look(summary['edges'])}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import asdict, replace
 from functools import partial
@@ -318,7 +319,8 @@ def _render_summary(workspace: str, summary: MineSummary, too_sure: str | None =
             f"{too_sure}'s p is far too sure of candidates, which were picked for their similarity: "
             "label with --positive-share, or fit it with --calibrate-on"
         )
-    print(f"look at them: fnpipe inspect {workspace} --edges {summary.edges} --html report.html")
+    where = f"{shlex.quote(workspace)} --edges {shlex.quote(summary.edges)}"
+    print(f"look at them: fnpipe inspect {where} --html report.html")
 
 
 def _render_view(view: EdgeView, name: str) -> None:

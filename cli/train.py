@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from typing import Annotated, Any
 
@@ -95,8 +96,13 @@ def train_command(
 
     from fnpipe.pipeline.workspace import Workspace
     from fnpipe.train.processes import is_first
+    from fnpipe.train.runs import find_run
 
+    if resume and overwrite:
+        raise InputError("--resume goes on with a run and --overwrite throws it away; give one of the two")
     opened = Workspace.open(workspace)
+    if resume:
+        find_run(opened, run)
     summary = train(
         opened,
         read_values(opened, run, flags, assignments or [], config),
@@ -245,7 +251,7 @@ def _print_training(workspace: str, summary: dict[str, Any]) -> None:
     )
     if summary.get("unreadable"):
         console.print(f"{summary['unreadable']:,} rows were left out: their pictures cannot be decoded.")
-    console.print(f"Next: fnpipe evaluate {workspace} --run {summary['run']}")
+    console.print(f"Next: fnpipe evaluate {shlex.quote(workspace)} --run {shlex.quote(summary['run'])}")
 
 
 def _print_figures(summary: dict[str, Any]) -> None:

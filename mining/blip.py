@@ -8,6 +8,7 @@ combination only the text layers run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from fnpipe.pipeline.errors import InputError
 IMAGES_AT_ONCE = 16
 PAIRS_AT_ONCE = 128
 VISION_BATCH = 16
+# For the first answer of the model hub.
+_HUB_SECONDS = 10
 
 
 class BlipDiscriminator:
@@ -141,15 +144,17 @@ def load_blip(model: str, device: str = "auto", precision: str = "auto") -> Blip
         raise InputError(
             "--discriminator blip: name the model, such as blip:Salesforce/blip-itm-base-coco or blip:FOLDER"
         )
-    loaded, info = _from_pretrained(transformers.BlipForImageTextRetrieval, model, output_loading_info=True)
+    # Without this, every file of a model waits half a minute for a hub that cannot be reached, be it cached or not.
+    local = Path(model).is_dir() or not _hub_answers()
+    load = partial(_from_pretrained, model=model, local_files_only=local)
+    loaded, info = load(transformers.BlipForImageTextRetrieval, output_loading_info=True)
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(
             f"--discriminator blip:{model}: {len(missing)} weights of a retrieval model are missing (such as "
             f"{missing[0]}); take one trained for image-text matching, such as Salesforce/blip-itm-base-coco"
         )
-    image_processor = _from_pretrained(transformers.AutoImageProcessor, model)
-    tokenizer = _from_pretrained(transformers.AutoTokenizer, model)
+    image_processor, tokenizer = load(transformers.AutoImageProcessor), load(transformers.AutoTokenizer)
     description = {
         "kind": "blip",
         "model": Path(model).name if Path(model).is_dir() else model,
@@ -161,10 +166,27 @@ def load_blip(model: str, device: str = "auto", precision: str = "auto") -> Blip
     return BlipDiscriminator(loaded, image_processor, tokenizer, description)
 
 
-def _from_pretrained(kind: Any, model: str, **options: Any) -> Any:
+def _hub_answers() -> bool:
+    """Whether the model hub can be reached from here, asked once and as its own library asks, through any proxy."""
+    import huggingface_hub
+
     try:
-        return kind.from_pretrained(model, **options)
+        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except Exception:
+        # What is raised depends on the library's version: no network, no such host, offline by its own switch.
+        return False
+    return True
+
+
+def _from_pretrained(kind: Any, model: str, *, local_files_only: bool, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(model, local_files_only=local_files_only, **options)
     except Exception as error:
+        if local_files_only and not Path(model).is_dir() and isinstance(error, OSError):
+            raise InputError(
+                f"--discriminator blip:{model}: neither a folder here nor a whole model in the cache, and the hub "
+                "cannot be reached; give blip:FOLDER, or fetch the model where there is a network"
+            ) from None
         # Whatever a loader raises here is the trouble of the folder, the cache or the network.
         first = (str(error).strip().splitlines() or [""])[0][:200]
         raise InputError(f"--discriminator blip:{model}: cannot be loaded ({type(error).__name__}: {first})") from None

@@ -39,6 +39,7 @@ from fnpipe.mining.sides import Side, sides
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.memory import total_memory
 from fnpipe.pipeline.progress import progress
 from fnpipe.pipeline.threads import torch_threads
 from fnpipe.pipeline.workers import available_cpus
@@ -184,9 +185,11 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
     embeddings = Embeddings.open(workspace, config.embeddings)
     stage = workspace.stage(f"graph/{embeddings.name}")
     members = read_members(workspace, embeddings)
-    begun = (stage.meta() or {}).get("params", {}) if not config.overwrite else {}
+    meta = {} if config.overwrite else stage.meta() or {}
     device = choose_device(config.device)
-    index = choose_index(config.index, len(members.pair_ids), device, begun.get("index"))
+    index = choose_index(config.index, len(members.pair_ids), device, meta.get("params", {}).get("index"))
+    if config.engine == "local" and not meta.get("complete"):
+        _require_memory(embeddings, members, config.k, index)
     params = {"k": config.k, "index": index, "recall_check": config.recall_check, "seed": config.seed}
     inputs = {"pairs": workspace.digest, embeddings.stage.name: embeddings.stage.digest}
     with stage.alone():
@@ -245,7 +248,8 @@ def _write_direction(
     starts = range(0, len(queries), block)
     waiting = [start for start in starts if not _block_paths(stage.path, direction, start)[1].exists()]
     if waiting:
-        print(f"graph {direction}: {_memory(queries, candidates, config.k, index)}", file=sys.stderr)
+        size = f"about {_search_bytes(queries, candidates, config.k, index) / 2**30:.1f} GiB of memory"
+        print(f"graph {direction}: {index} search among {len(candidates):,} candidates, {size}", file=sys.stderr)
         if pool is not None:
             search = _part_search(stage, direction, queries, candidates, config, index, pool, waiting)
         elif index == "ivf":
@@ -348,15 +352,28 @@ def _ivf_block(queries: int) -> int:
     return int(np.clip(-(-queries // 8), _IVF_BLOCK_LEAST, _IVF_BLOCK_MOST))
 
 
-def _memory(queries: Side, candidates: Side, k: int, index: str) -> str:
-    """One line on what the search will take, beside the mapped embeddings."""
+def _require_memory(embeddings: Embeddings, members: Members, k: int, index: str) -> None:
+    """Refuse a search that this machine has not the memory for, before the first hour of it."""
+    needed = max(_search_bytes(queries, rows, k, index) for queries, rows in sides(embeddings, members).values())
+    memory = total_memory()
+    if needed > memory:
+        way_out = "use --index exact, which is slower" if index == "ivf" else "use a smaller --k"
+        raise InputError(
+            f"{embeddings.stage.path}: {index} search among {len(members.pair_ids):,} captions takes about "
+            f"{needed / 2**30:,.1f} GiB of memory, and there are {memory / 2**30:,.1f}; {way_out}, or spread it over "
+            "machines with --engine ray"
+        )
+
+
+def _search_bytes(queries: Side, candidates: Side, k: int, index: str) -> int:
+    """What the search of a direction will take in all, but for the mapped embeddings."""
     width = candidates.rows.width
     if index == "exact":
         size = min(_EXACT_BLOCK, len(queries)) * (6 * width + 12 * k) + (1 << 27)
     else:
         workers, block = available_cpus(), _ivf_block(len(queries))
         size = list_bytes(len(candidates), width) + workers * search_bytes(block, width, k)
-    return f"{index} search among {len(candidates):,} candidates, about {(size + _PROGRAM) / 2**30:.1f} GiB of memory"
+    return size + _PROGRAM
 
 
 def _facts_path(directory: Path, direction: str) -> Path:

@@ -7,7 +7,6 @@ A plan is made offline. ``random`` batches are a seeded shuffle; ``grit`` batche
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,10 +21,11 @@ import pyarrow.parquet as pq
 from fnpipe.mining.chain import chain_order, grit_order
 from fnpipe.mining.graph import Graph
 from fnpipe.mining.members import Members, read_members
-from fnpipe.mining.walk import walk_graph
+from fnpipe.mining.walk import walk_bytes, walk_graph
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.memory import total_memory
 from fnpipe.pipeline.progress import progress
 from fnpipe.pipeline.workers import available_cpus
 from fnpipe.pipeline.workspace import Stage, Workspace
@@ -137,7 +137,7 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
             f"{workspace.root}: {images} images make no batch of {config.batch_size}; "
             "choose a smaller --batch-size, or --keep-last"
         )
-    _require_memory(config, images)
+    _require_memory(config, images, graph, embeddings.width if embeddings else 0)
     stage = workspace.stage(f"groups/{config.plan_name}")
     params = {
         "sampling": config.sampling,
@@ -176,20 +176,25 @@ def _steps(stage: Stage, config: GroupConfig) -> dict[str, int]:
     return dict(total)
 
 
-def _require_memory(config: GroupConfig, images: int) -> None:
-    """Refuse a search space whose similarities would not fit into this machine's memory."""
-    if config.sampling != "grit" or config.search_space == ALL:
+def _require_memory(config: GroupConfig, images: int, graph: Graph | None, width: int) -> None:
+    """Refuse a search space whose similarities, or whose graph, would not fit into this machine's memory."""
+    if config.sampling != "grit":
+        return
+    memory = total_memory()
+    if config.search_space == ALL:
+        needed = walk_bytes(images, graph.k if graph else 0, width)
+        if needed > memory:
+            raise InputError(
+                f"--search-space {ALL}: the walk over {images:,} images takes about {needed / 2**30:,.1f} GiB of "
+                f"memory, and there are {memory / 2**30:,.1f}; choose a number of pairs, as {GroupConfig.search_space}"
+            )
         return
     needed = 4 * min(int(config.search_space), images) ** 2
-    if needed > _memory_bytes() // 2:
+    if needed > memory // 2:
         raise InputError(
             f"--search-space {config.search_space}: its similarities take {needed / 2**30:.0f} GiB, more than "
             f"half of the memory; choose a smaller one, or {ALL}, which walks the neighbour graph"
         )
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _open_sources(workspace: Workspace, config: GroupConfig) -> tuple[Embeddings | None, Graph | None]:

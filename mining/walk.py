@@ -50,6 +50,11 @@ class Network(NamedTuple):
     starts: np.ndarray
 
 
+def walk_bytes(images: int, k: int, width: int) -> int:
+    """What `walk_graph` takes at least: lists and sketches of both sides, and some ten numbers a row."""
+    return images * (8 * k + 2 * (width + 4) + 80)
+
+
 def walk_graph(
     members: Members, pair_ids: np.ndarray, embeddings: Embeddings, graph: Graph, rng: np.random.Generator
 ) -> tuple[np.ndarray, dict[str, int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pyarrow as pa
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.mapped import map_arrays
+from fnpipe.pipeline.memory import total_memory
 from fnpipe.pipeline.workspace import Stage, Workspace
 
 BAD_SCHEMA = pa.schema([("image_id", pa.int64()), ("pair_id", pa.int64()), ("reason", pa.string())])
@@ -54,7 +54,7 @@ class Rows:
         Read front to back, a disk gives a gigabyte a second; row by row, from a cold cache, about two megabytes.
         """
         total = sum(part.nbytes for part in self._maps)
-        if 2 * total > os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        if 2 * total > total_memory():
             return
         buffer = bytearray(1 << 22)
         for path in self._paths:

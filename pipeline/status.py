@@ -73,7 +73,7 @@ def _lost(workspace: Workspace) -> list[str]:
 def _without_manifest(root: Path) -> dict[str, str]:
     empty = not any(path for path in root.iterdir() if not path.name.startswith("."))
     state = "an empty directory" if empty else f"no workspace: it holds no {MANIFEST}"
-    return {"state": state, "next": f"fnpipe shard SOURCE {root if empty else 'WORKSPACE'}"}
+    return {"state": state, "next": f"fnpipe shard SOURCE {shlex.quote(str(root)) if empty else 'WORKSPACE'}"}
 
 
 def _unfinished(root: Path, manifest: dict[str, Any]) -> dict[str, str]:
@@ -167,7 +167,7 @@ def _next(root: Path, stages: list[dict[str, str]]) -> str:
         if not mine:
             return f"fnpipe {command} {shlex.quote(str(root))}{_needed(kind, stages)}"
         if unfinished is not None:
-            name = unfinished["name"].partition("/")[2]
+            name = shlex.quote(unfinished["name"].partition("/")[2])
             named = {"runs": f" --run {name} --resume", "graph": f" --embeddings {name}"}.get(kind, f" --name {name}")
             again = " --overwrite" if unfinished["state"] in ("out of date", GONE) else ""
             return f"fnpipe {command} {shlex.quote(str(root))}{named}{again}, with the flags it was begun with"
@@ -188,12 +188,12 @@ def _con_d(stages: list[dict[str, str]]) -> str:
     for stage in reversed(stages):
         method = stage["made_with"].partition("method ")[2].partition(",")[0]
         if stage["name"].startswith("runs/") and stage["state"] == "finished" and method not in _WITHOUT_HEAD:
-            return f"itm:{stage['name'].partition('/')[2]}"
+            return shlex.quote(f"itm:{stage['name'].partition('/')[2]}")
     return "clip --positive-share 0.02"
 
 
 def _last_run(stages: list[dict[str, str]]) -> str:
-    return next(s["name"].partition("/")[2] for s in reversed(stages) if s["name"].startswith("runs/"))
+    return next(shlex.quote(s["name"].partition("/")[2]) for s in reversed(stages) if s["name"].startswith("runs/"))
 
 
 def _examples(root: Path) -> dict[str, list[dict[str, Any]]]:

@@ -147,6 +147,14 @@ def test_a_manifest_without_its_keys_is_damaged_and_a_lost_table_is_named(
         assert "fnpipe.json: damaged" in one_line(capsys)
 
 
+def test_a_command_that_is_proposed_quotes_a_path_with_a_space(
+    make_pairs: MakePairs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    root = tmp_path / "my work"
+    assert run(["shard", str(make_pairs()), str(root), "--workers", "1"]) == 0
+    assert f"next: fnpipe embed '{root}' --model" in capsys.readouterr().out
+
+
 def test_names_from_outside_do_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     odd = "a\x1b[31mred\x07"
     (tmp_path / "pairs.json").write_text(

@@ -105,6 +105,26 @@ def test_the_description_tells_weights_and_precision_apart(folder):
     assert one != load_blip(str(folder), device="cpu", precision="bf16").description
 
 
+@pytest.fixture
+def no_network(monkeypatch):
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.get_session", unreachable)
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits {seconds} s for a hub that does not answer"))
+
+
+def test_a_name_that_is_not_cached_ends_in_one_line_without_a_network(no_network, capfd):
+    with pytest.raises(InputError, match="neither a folder here nor a whole model in the cache") as error:
+        load_blip("nobody/no-such-blip", device="cpu")
+    assert "\n" not in str(error.value)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_folder_is_loaded_without_a_network(no_network, folder):
+    assert load_blip(str(folder), device="cpu", precision="fp32").description["kind"] == "blip"
+
+
 def test_what_is_no_retrieval_model_is_refused(folder, tmp_path):
     with pytest.raises(InputError, match="cannot be loaded"):
         load_blip(str(tmp_path))

@@ -395,6 +395,21 @@ def test_adapted_embeddings_are_stale_when_their_source_is_made_anew(workspace: 
         Embeddings.open(workspace, "turned")
 
 
+def test_a_run_on_turned_embeddings_says_how_another_workspace_gets_them(
+    make_workspace: MakeWorkspace, workspace: Workspace, capsys: pytest.CaptureFixture[str]
+):
+    trained(workspace, "a", method="adapter")
+    assert run_cli(["embed", str(workspace.root), "--model", "run:a", "--name", "turned"]) == 0
+    trained(workspace, "v", method="vacsr", embeddings="turned")
+    other = str(make_workspace(20, embeddings=arrays(20, seed=3), folder="other").root)
+    runs = workspace.root / "runs"
+    capsys.readouterr()
+    assert run_cli(["evaluate", other, "--run", f"{runs}/v"]) == 2
+    assert f"run `fnpipe embed {other}` with --model run:{runs}/a first" in capsys.readouterr().err
+    assert run_cli(["embed", other, "--model", f"run:{runs}/a", "--name", "turned"]) == 0
+    assert run_cli(["evaluate", other, "--run", f"{runs}/v"]) == 0
+
+
 # ---------------------------------------------------------------------------------------------------- Con-D
 @pytest.fixture
 def mined(make_workspace: MakeWorkspace, tmp_path: Path) -> tuple[Workspace, str]:

@@ -208,3 +208,24 @@ def test_the_share_found_does_not_depend_on_how_many_rows_are_compared_at_a_time
     assert share_found(ids, true_ids) == whole
     wanted = [(t, row) for row, true in zip(ids, true_ids, strict=True) for t in true if t >= 0]
     assert whole == pytest.approx(sum(t in row for t, row in wanted) / len(wanted))
+
+
+@pytest.mark.parametrize(("index", "way_out"), [("ivf", "use --index exact"), ("exact", "use a smaller --k")])
+def test_a_search_that_does_not_fit_into_memory_is_refused_before_it_begins(
+    make_workspace: MakeWorkspace, monkeypatch: pytest.MonkeyPatch, index: str, way_out: str
+):
+    from fnpipe.mining import graph
+
+    rng = np.random.default_rng(0)
+    workspace = make_workspace(12, embeddings=(normalised(rng, 12, 4), normalised(rng, 12, 4)))
+    monkeypatch.setattr(graph, "total_memory", lambda: 1 << 28)
+    with pytest.raises(
+        InputError, match=rf"12 captions takes about 0\.\d GiB of memory, and there are 0\.2; {way_out}"
+    ):
+        build_graph(workspace, GraphConfig(index=index, k=3))
+    assert not workspace.names("graph")
+    monkeypatch.undo()
+    build_graph(workspace, GraphConfig(index=index, k=3))
+    monkeypatch.setattr(graph, "total_memory", lambda: 1 << 28)
+    # What is finished needs no memory.
+    assert build_graph(workspace, GraphConfig(index=index, k=3)).images == 12

@@ -188,7 +188,7 @@ def test_a_search_space_that_is_no_multiple_of_the_batch_names_the_two_nearest(s
 def test_a_search_space_that_does_not_fit_into_memory_is_refused(clustered, monkeypatch):
     from fnpipe.mining import grouping
 
-    monkeypatch.setattr(grouping, "_memory_bytes", lambda: 2 * 4 * 47**2)
+    monkeypatch.setattr(grouping, "total_memory", lambda: 2 * 4 * 47**2)
     with pytest.raises(InputError, match="or all, which walks"):
         group(clustered, GroupConfig(batch_size=6, search_space=48))
     assert group(clustered, GroupConfig(batch_size=6, search_space=42)).images == 48
@@ -197,6 +197,21 @@ def test_a_search_space_that_does_not_fit_into_memory_is_refused(clustered, monk
 def test_batches_of_one_pair_are_refused():
     with pytest.raises(InputError, match="--batch-size 1: at least 2"):
         GroupConfig(sampling="random", batch_size=1)
+
+
+def test_a_walk_that_does_not_fit_into_memory_is_refused(clustered, monkeypatch):
+    from fnpipe.mining import grouping
+    from fnpipe.mining.walk import walk_bytes
+
+    build_graph(clustered, GraphConfig(k=5))
+    config = GroupConfig(batch_size=6, search_space="all")
+    needed = walk_bytes(48, 5, Embeddings.open(clustered).width)
+    monkeypatch.setattr(grouping, "total_memory", lambda: needed - 1)
+    with pytest.raises(InputError, match=r"the walk over 48 images takes about .* GiB of memory, and there are"):
+        group(clustered, config)
+    assert not clustered.names("groups")
+    monkeypatch.setattr(grouping, "total_memory", lambda: needed)
+    assert group(clustered, config).images == 48
 
 
 @pytest.mark.parametrize("text", ["0", "-4", "many", "1.5", "²"])

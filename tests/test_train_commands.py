@@ -27,11 +27,11 @@ def _keep_threads() -> Any:
 def test_train_then_evaluate_prints_results_on_stdout_and_progress_on_stderr(
     make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str]
 ):
-    root = str(make_workspace(12, splits=["train"] * 8 + ["test"] * 4).root)
+    root = str(make_workspace(12, splits=["train"] * 8 + ["test"] * 4, folder="my work").root)
     assert run_cli(["train", root, "--method", "albef", "--run", "r", *FAST]) == 0
     out, err = capsys.readouterr()
     assert "r: fnpipe-tiny by albef, 1 epochs, 2 steps" in out
-    assert "Next: fnpipe evaluate" in out
+    assert f"Next: fnpipe evaluate '{root}' --run r" in out
     assert "epoch 1 of 1: loss " in err
     assert run_cli(["train", root, "--method", "albef", "--run", "r", *FAST, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 2
@@ -55,11 +55,13 @@ def test_train_then_evaluate_prints_results_on_stdout_and_progress_on_stderr(
         (["--run", "r", "--method", "itc", "--set", "lrr=1"], "did you mean 'lr'"),
         (["--run", "r", "--method", "itc", "--config", "none.yaml"], "none.yaml"),
         (["--run", "r", "--method", "itc", "--model", "ViT-B-99"], "ViT-B-99"),
-        (["--run", "r", "--method", "itc", "--init", "none.pt"], "none.pt"),
+        (["--run", "r", "--method", "itc", "--init", "none.pt"], "--init none.pt: no such file; give a checkpoint"),
         (["--run", "r", "--method", "grit"], "no GRIT plan"),
         (["--run", "r", "--method", "albef", "--edges", "none"], "edges"),
         (["--run", "r", "--method", "albef", "--embeddings", "clip"], "albef reads pictures; leave it out"),
-        (["--run", "r", "--method", "itc", "--resume"], "no run to resume"),
+        (["--run", "r", "--method", "itc", "--resume"], "no run 'r' (it has none"),
+        (["--run", "r", "--resume"], "no run 'r' (it has none"),
+        (["--run", "r", "--resume", "--overwrite"], "--resume goes on with a run and --overwrite throws it away"),
         (["--run", "r", "--method", "itc", "--set", "device=tpu"], "tpu"),
         (["--run", "r", "--method", "itc", "--set", "batch_size=1"], "batch_size is 1; it must be at least 2"),
         (["--run", "r", "--method", "itc", "--set", "batch_size=9"], "8 images to train on; give at most 8"),
@@ -104,6 +106,17 @@ def test_a_flag_of_evaluate_that_would_change_nothing_is_refused(
     said = capsys.readouterr().err
     assert said.count("\n") == 1, said
     assert words in said
+
+
+def test_resuming_a_run_that_is_not_there_names_those_that_are(
+    make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str]
+):
+    root = make_workspace(8).root
+    for name in ("first", "second"):
+        (root / "runs" / name).mkdir(parents=True)
+        (root / "runs" / name / "config.json").write_text("{}")
+    assert run_cli(["train", str(root), "--run", "frist", "--resume"]) == 2
+    assert "no run 'frist' (it has first, second); did you mean 'first'" in capsys.readouterr().err
 
 
 def test_without_a_workspace_it_says_so(tmp_path: Any, capsys: pytest.CaptureFixture[str]):

@@ -13,7 +13,6 @@ needs beside that is small: which images the epoch has used, and the weights for
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,6 +25,7 @@ import torch
 from fnpipe.mining.members import Members
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.memory import total_memory
 from fnpipe.train.batches import Batch, Loader
 from fnpipe.train.falcon import Chooser, Draws, Recorded, Snapshot, construct, pair_similarities
 
@@ -54,9 +54,8 @@ class FalconSource:
         self.batch_size = min(batch_size, len(members.images))
         if self.batch_size < 2:
             raise InputError(f"{embeddings.stage.path}: falcon's batches hold two pairs at least; use more images")
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         # The product and its transpose stand side by side for a moment.
-        largest = math.isqrt(memory // 2 // 8)
+        largest = math.isqrt(total_memory() // 2 // 8)
         if min(search_space, len(members.images)) > largest:
             raise InputError(
                 f"search_space {search_space}: half of the memory is enough for {largest}; choose a smaller"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,9 @@ class FrozenModel:
         own = describe_source(embeddings)
         for key in ("width", *_ENCODER):
             mine, theirs = self.source.get(key), own.get(key)
+            if key == "model" and str(mine).startswith("run:") and str(theirs).startswith("run:"):
+                # A run is called by its name at home and by its path elsewhere; its weights tell.
+                continue
             if mine is not None and theirs is not None and mine != theirs:
                 raise InputError(
                     f"{name}: trained on embeddings of {key} {str(mine)[:40]}, {embeddings.stage.path} has "
@@ -153,7 +157,16 @@ def load_frozen_run(
     if found != method if method is not None else found not in FROZEN_METHODS:
         wanted = method or " or ".join(FROZEN_METHODS)
         raise InputError(f"{directory}: a run of {found}; name one that was trained with --method {wanted}")
-    return load_frozen(checkpoint_path(directory, checkpoint))
+    model = load_frozen(checkpoint_path(directory, checkpoint))
+    return replace(model, source=_seen_from_outside(model.source, directory)) if "/" in name else model
+
+
+def _seen_from_outside(source: Mapping[str, Any], directory: Path) -> Mapping[str, Any]:
+    """A ``source`` that calls a run by its name, such as an adapter, with the path that another workspace needs."""
+    model = str(source.get("model"))
+    if not model.startswith("run:") or "/" in model:
+        return source
+    return {**source, "model": f"run:{directory.parent / model.removeprefix('run:')}"}
 
 
 def fitting_embeddings(
@@ -180,10 +193,10 @@ def fitting_embeddings(
         return Embeddings.open(workspace, fitting[0])
     if fitting:
         raise InputError(f"{workspace.root}: several embeddings fit {name} ({', '.join(fitting)}); use --embeddings")
-    encoder = f"--model {model.source['model']}" if "model" in model.source else "the same encoder"
+    encoder = f"--model {shlex.quote(model.source['model'])}" if "model" in model.source else "the same encoder"
     raise InputError(
         f"{workspace.root}: no finished embeddings of the encoder that {name} was trained on; "
-        f"run `fnpipe embed {workspace.root}` with {encoder} first"
+        f"run `fnpipe embed {shlex.quote(str(workspace.root))}` with {encoder} first"
     )
 
 

@@ -139,6 +139,11 @@ def starting_model(
     if init in SHIPPED or init.startswith("run:") or is_our_file(file):
         return _ours(init, file, architecture, wanted).train()
     if architecture is None:
+        if not file.is_file():
+            raise InputError(
+                f"--init {init}: no such file; give a checkpoint file, run:NAME or demo, or say with --model of which "
+                "architecture this is a tag"
+            )
         raise InputError(f"--init {init}: not a model saved by fnpipe; say with --model whose weights these are")
     return build_model(ModelConfig(architecture=architecture, pretrained=init, **wanted)).train()
 

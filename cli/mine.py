@@ -343,7 +343,7 @@ def _render_view(view: EdgeView, name: str) -> None:
         cells = [
             Text(row.image, style="dim"),
             Text(row.recorded[0] + (f" (+{len(row.recorded) - 1})" if len(row.recorded) > 1 else "")),
-            Text(row.caption),
+            Text(row.caption + (f" ({row.pairs} pairs)" if row.pairs > 1 else "")),
             Text(f"{row.match_probability:.3f}"),
             Text(f"{row.similarity:.3f}"),
             Text(row.label if row.source == "discriminator" else "identity", style=colours[row.label]),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -94,6 +93,7 @@ def train_command(
         "threads": threads,
     }
 
+    from fnpipe.pipeline.progress import lines_now_and_then
     from fnpipe.pipeline.workspace import Workspace
     from fnpipe.train.processes import is_first
     from fnpipe.train.runs import find_run
@@ -103,14 +103,9 @@ def train_command(
     opened = Workspace.open(workspace)
     if resume:
         find_run(opened, run)
-    summary = train(
-        opened,
-        read_values(opened, run, flags, assignments or [], config),
-        run=run,
-        resume=resume,
-        overwrite=overwrite,
-        report=lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    values = read_values(opened, run, flags, assignments or [], config)
+    with lines_now_and_then() as report:
+        summary = train(opened, values, run=run, resume=resume, overwrite=overwrite, report=report)
     if is_first():
         emit(summary, json_, lambda: _print_training(workspace, summary))
 

@@ -10,6 +10,7 @@ import pyarrow.compute as pc
 
 from fnpipe.mining.edges import DISCRIMINATOR, IDENTITY, LABELS, SOURCES, codes_in, edge_parts, read_part
 from fnpipe.mining.labels import check_thresholds, labels_of
+from fnpipe.mining.records import codes_of
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.workspace import Stage
@@ -52,13 +53,18 @@ class InspectConfig:
 
 @dataclass(frozen=True)
 class EdgeRow:
-    """One edge for people. ``true`` is None without a truth file."""
+    """One edge for people, or several of an image with pairs of equal captions: that of the highest p stands for them.
+
+    Attributes:
+        pairs: how many these are. true: None without a truth file.
+    """
 
     image_id: int
     pair_id: int
     image: str
     recorded: list[str]
     caption: str
+    pairs: int
     match_probability: float
     similarity: float
     label: str
@@ -93,15 +99,25 @@ def inspect_edges(stage: Stage, config: InspectConfig, truth: Truth | None = Non
         matching += int(wanted.sum())
         table = table.drop_columns(["label", "source"]).append_column("label", pa.array(labels, pa.int8()))
         table = table.append_column("judged", pa.array((sources == DISCRIMINATOR).astype(np.int8)))
-        part = table.filter(pa.array(wanted))
+        # All edges of an image are in one part.
+        part = _by_caption(table.filter(pa.array(wanted)))
         best = _most_probable(part if best is None else pa.concat_tables([best, part]), config.limit)
     rows = [] if best is None else _rows(stage, best, truth)
     return EdgeView(rows, matching, dict(zip(LABELS, counts.tolist(), strict=True)))
 
 
-def _most_probable(table: pa.Table, limit: int) -> pa.Table:
+def _most_probable(table: pa.Table, limit: int | None = None) -> pa.Table:
     order = [("judged", "descending"), ("match_probability", "descending"), ("image_id", "ascending")]
     return table.sort_by([*order, ("pair_id", "ascending")]).slice(0, limit)
+
+
+def _by_caption(table: pa.Table) -> pa.Table:
+    """One row for every image and caption, the most probable of them, with their number in the column ``pairs``."""
+    table = _most_probable(table)
+    captions = codes_of(pc.utf8_trim_whitespace(table["caption"]))
+    keys = table["image_id"].to_numpy() * (captions.max(initial=0) + 1) + captions
+    _, first, counts = np.unique(keys, return_index=True, return_counts=True)
+    return table.take(pa.array(first)).append_column("pairs", pa.array(counts))
 
 
 def _rows(stage: Stage, table: pa.Table, truth: Truth | None) -> list[EdgeRow]:
@@ -125,6 +141,7 @@ def _rows(stage: Stage, table: pa.Table, truth: Truth | None) -> list[EdgeRow]:
             image=image_of[row["image_id"]],
             recorded=recorded[row["image_id"]],
             caption=row["caption"],
+            pairs=row["pairs"],
             match_probability=row["match_probability"],
             similarity=row["similarity"],
             label=LABELS[row["label"]],

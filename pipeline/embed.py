@@ -57,7 +57,7 @@ class EmbedConfig:
         batch_size: pictures per batch, and a quarter of the captions per batch; None: 32 on a CPU, 512 on a GPU.
         threads: what torch computes with; None: torch's own choice. It is part of the result's identity, because
             sums are cut differently, and never follows ``workers``.
-        workers: processes that decode; None: enough for the device. It changes no byte.
+        workers: processes that decode, 0 for this one itself; None: enough for the device. It changes no byte.
     """
 
     name: str = "clip"

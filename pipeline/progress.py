@@ -24,6 +24,28 @@ def progress(label: str, total: int, unit: str) -> Iterator[Advance]:
 
 
 @contextmanager
+def lines_now_and_then() -> Iterator[Callable[[str], None]]:
+    """Yield a function that prints a line on stderr: every one on a terminal, elsewhere one now and then, and the last.
+
+    A log of a hundred short epochs would otherwise hold little else.
+    """
+    last, held = -PLAIN_LINE_SECONDS, None
+
+    def show(line: str) -> None:
+        nonlocal last, held
+        now, held = time.monotonic(), line
+        if now - last >= PLAIN_LINE_SECONDS or sys.stderr.isatty():
+            print(line, file=sys.stderr, flush=True)
+            last, held = now, None
+
+    try:
+        yield show
+    finally:
+        if held is not None:
+            print(held, file=sys.stderr, flush=True)
+
+
+@contextmanager
 def _live(label: str, total: int, unit: str) -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import (

@@ -511,6 +511,8 @@ def test_train_and_its_keys_from_the_command_line(workspace: Workspace, capsys: 
     assert "v: embeddings/clip by vacsr, 1 epochs, 5 steps" in capsys.readouterr().out
     for method, key in (("vacsr", "sigma_target"), ("adapter", "map")):
         assert run_cli(["train", "--method", method, "--keys", "--json"]) == 0
-        assert key in json.loads(capsys.readouterr().out)
+        keys = json.loads(capsys.readouterr().out)
+        assert key in keys
+        assert [name for name, said in keys.items() if not said["meaning"]] == []
     assert run_cli(["train", "--keys"]) == 0
     assert "--method adapter --keys" in capsys.readouterr().out

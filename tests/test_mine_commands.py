@@ -119,6 +119,27 @@ def test_inspect_lists_the_most_probable_and_marks_what_is_true(mined, truth, ca
     assert "precision" in printed
 
 
+def test_inspect_lists_a_caption_once_that_several_pairs_have(make_workspace: MakeWorkspace, capsys):
+    rng = np.random.default_rng(0)
+    texts = [f"thing {i // 4}" for i in range(24)]
+    workspace = make_workspace(24, texts=texts, embeddings=(rng.normal(size=(24, 8)), rng.normal(size=(24, 8))))
+    group(workspace, GroupConfig(batch_size=12, search_space=24, epochs=3))
+    answer(capsys, "mine-connections", workspace.root, "--discriminator", "clip", "--positive-share", "0.5")
+    found: dict[tuple[int, str], list[float]] = {}
+    for row in read_edges(workspace.stage("edges/clip")).to_pylist():
+        found.setdefault((row["image_id"], row["caption"]), []).append(row["match_probability"])
+    view = answer(capsys, "inspect", workspace.root, "--limit", "1000")
+    listed = {(row["image_id"], row["caption"]): (row["match_probability"], row["pairs"]) for row in view["rows"]}
+    assert len(listed) == len(view["rows"])
+    assert listed == {key: (pytest.approx(max(p)), len(p)) for key, p in found.items()}
+    assert sum(row["pairs"] for row in view["rows"]) == view["matching"]
+    assert max(row["pairs"] for row in view["rows"]) > 1
+    assert run(["inspect", str(workspace.root), "--limit", "1000"]) == 0
+    assert " pairs)" in capsys.readouterr().out
+    nothing = answer(capsys, "inspect", workspace.root, "--tau-low", "0", "--tau-high", "1", "--label", "negative")
+    assert (nothing["rows"], nothing["matching"]) == ([], 0)
+
+
 def test_other_thresholds_can_be_seen_and_then_kept(mined, capsys):
     before = answer(capsys, "inspect", mined.root)["labels"]
     seen = answer(capsys, "inspect", mined.root, "--tau-low", "0.3", "--tau-high", "0.4")["labels"]

@@ -38,9 +38,12 @@ class FrozenConfig(ABC):
         epochs: None: as many as make about 1,536 steps.
         batch_size: of random batches (None: 64, or all images where there are fewer); a plan has its own.
         seed: every random draw derives from it, the epoch and the batch.
-        lr: falls to ``lr_drop`` of it after the share ``drop_after`` of the steps.
+        lr: AdamW's learning rate.
+        drop_after: the share of the steps after which it falls.
+        lr_drop: to what share of it.
         weight_decay: AdamW's.
-        device: ``auto``, ``cpu``, ``cuda``. threads: torch's; None: torch's own choice.
+        device: ``auto``, ``cpu``, ``cuda``.
+        threads: torch's; None: torch's own choice.
         evaluate_every: epochs between evaluations; 0: after the last one alone.
         evaluate_on: the split (None: ``test`` if there is one, else no evaluation). Of a split other than ``test`` the
             best weights are kept.
@@ -107,9 +110,14 @@ class VacsrConfig(FrozenConfig):
 
     Attributes:
         hidden: units of the hidden layers (None: twice the width of the embeddings).
-        components: of the mixture, K. kl_weight, sigma_weight, sigma_target, hardest, recon_weight: see `LossConfig`.
-        cosine_weight: what the cosine is multiplied by at first before it is added to the logit; learned from there. 0:
-            the logit is the decoder's alone, as in the paper; 10 makes runs alike where the features fit the domain.
+        components: of the mixture, K.
+        cosine_weight: what the cosine is multiplied by at first before it is added to the logit; learned from there.
+            0: the logit is the decoder's alone, as in the paper.
+        kl_weight, sigma_weight: of those two losses; 0 leaves one out.
+        sigma_target: the error that a negative's variance follows: ``one``: (1 - y)^2, so that a hard negative near 1
+            stays certain, and goes on to be learned from; ``label``: (label - y)^2.
+        hardest: a row's hardest negative has the largest ``similarity``, or the largest ``expression`` of L_sigma.
+        recon_weight: ``inverse-variance`` (detached, mean 1), or ``none``.
         noise: draw from the mixture. Without it, and without ``kl_weight``, ``sigma_weight`` and ``recon_weight``, this
             is an MLP on the product with the gradient of binary cross-entropy.
         tile: rows and columns of a block computed at a time; it bounds memory, and decides which draw is whose.
@@ -159,7 +167,8 @@ class AdapterConfig(FrozenConfig):
     """The keys of ``--method adapter``; see `fnpipe.train.adapter`.
 
     Attributes:
-        map: ``linear``, or ``two-layer``. hidden: units between the two layers (None: twice the width).
+        map: ``linear``, or ``two-layer``.
+        hidden: units between the two layers (None: twice the width).
         loss: ``infonce``, or ``sigmoid``, which suffers less from wrong pairs.
     """
 

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -159,6 +158,24 @@ def test_little_shared_memory_is_no_trouble_and_changes_no_byte(make_workspace, 
     assert embed_with(workspace, tiny_clip, "--workers", "1", name="short") == expected
 
 
+# A command that is killed with all its processes in the middle of the fourth shard.
+KILLED = """
+import os, signal, sys
+from fnpipe.cli.app import run
+from fnpipe.pipeline import atomic
+
+write = atomic.write_array
+
+def write_some(path, array):
+    if path.name == "img_emb_00003.npy":
+        os.killpg(0, signal.SIGKILL)
+    write(path, array)
+
+atomic.write_array = write_some
+run(sys.argv[1:])
+"""
+
+
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
 def test_sigkill_and_resume_give_the_bytes_of_an_uninterrupted_run(make_workspace, tiny_clip, tmp_path):
     pics = pictures(24)
@@ -166,16 +183,10 @@ def test_sigkill_and_resume_give_the_bytes_of_an_uninterrupted_run(make_workspac
     workspace = make_workspace(24, captions=2, pictures=pics, texts=captions(48), images_per_shard=1)
     model = local_directory_model(tiny_clip, tmp_path / "local")
     whole = embed_flags(workspace, model, "whole")
-    command = [sys.executable, "-m", "fnpipe.cli", "embed", str(workspace.root), *model]
-    process = subprocess.Popen(
-        [*command, "--name", "killed", "--threads", "1"], start_new_session=True, stderr=subprocess.DEVNULL
-    )
-    arrays = workspace.root / "embeddings" / "killed" / "img_emb"
-    while process.poll() is None and len(list(arrays.glob("img_emb_*.npy"))) < 3:
-        time.sleep(0.001)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert 3 <= len(list(arrays.glob("img_emb_*.npy"))) < 24
+    command = [sys.executable, "-c", KILLED, "embed", str(workspace.root), *model, "--name", "killed", "--threads", "1"]
+    killed = subprocess.run(command, start_new_session=True, stderr=subprocess.DEVNULL)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list((workspace.root / "embeddings" / "killed" / "img_emb").glob("img_emb_*.npy"))) == 3
     assert embed_flags(workspace, model, "killed") == whole
 
 

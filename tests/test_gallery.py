@@ -166,7 +166,7 @@ def visible(page):
 
 
 def wait_for(page, expression):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not page.run(expression):
         assert time.monotonic() < deadline, expression
         time.sleep(0.02)

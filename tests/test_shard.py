@@ -424,7 +424,7 @@ def test_workers_of_a_killed_run_end_with_it(make_pairs: MakePairs, tmp_path: Pa
         time.sleep(0.001)
     process.kill()
     process.wait()
-    for _ in range(500):
+    for _ in range(6000):
         try:
             os.killpg(process.pid, 0)
         except ProcessLookupError:

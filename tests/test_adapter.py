@@ -64,7 +64,7 @@ def test_infonce_with_recorded_pairs_alone_is_cross_entropy_in_both_directions()
     torch.testing.assert_close(infonce_loss(logits, torch.eye(5, dtype=torch.bool)), expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(n=st.integers(1, 6), seed=st.integers(0, 1000))
 def test_infonce_shares_a_target_evenly_among_positives(n: int, seed: int):
     logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(n, n)))
@@ -78,7 +78,7 @@ def test_infonce_shares_a_target_evenly_among_positives(n: int, seed: int):
     assert float(infonce_loss(logits, positive)) == pytest.approx(expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(n=st.integers(1, 6), seed=st.integers(0, 1000))
 def test_the_sigmoid_loss_is_binary_cross_entropy_of_every_combination(n: int, seed: int):
     logits = 4 * torch.from_numpy(np.random.default_rng(seed).normal(size=(n, n)))

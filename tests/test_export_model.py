@@ -147,7 +147,7 @@ def clip_words_in_both_forms(tmp_path_factory) -> Any:
     return ours, open_clip.get_tokenizer(f"local-dir:{directory}")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @example(caption="<END_OF_TEXT> is 2 words' <start_of_text>")
 # Libraries differ over which kind of character an unassigned one is.
 @given(caption=st.text(st.characters(exclude_categories=["Cs", "Cn"]), max_size=40))

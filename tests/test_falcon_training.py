@@ -75,7 +75,7 @@ def made_source(count: int, batch: int, space: int, seed: int) -> FalconSource:
     return FalconSource(members, stored, batch, space, seed)  # type: ignore[arg-type]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     count=st.integers(2, 60),
     batch=st.integers(2, 7),

@@ -28,7 +28,7 @@ def nearest_by_sorting(query, own, rows, owners, k):
     return sorted(sims, key=lambda r: (-sims[r], r))[:k]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(n=st.integers(1, 150), q=st.integers(1, 9), k=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
 def test_exact_search_agrees_with_sorting_also_where_similarities_tie(n, q, k, seed):
     rng = np.random.default_rng(seed)
@@ -43,7 +43,7 @@ def test_exact_search_agrees_with_sorting_also_where_similarities_tie(n, q, k, s
         assert np.isneginf(sims[i, len(expected) :]).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(n=st.integers(1, 150), k=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
 def test_the_device_search_agrees_with_the_exact_one(n, k, seed):
     rng = np.random.default_rng(seed)

@@ -23,7 +23,7 @@ def topics(rng: np.random.Generator, n: int, d: int = 32) -> tuple[np.ndarray, n
     return tuple(side / np.linalg.norm(side, axis=1, keepdims=True) for side in sides)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     c=st.integers(1, 200), length=st.integers(1, 40), shift=st.sampled_from([-2.0, 0.0, 2.0]), seed=st.integers(0, 999)
 )

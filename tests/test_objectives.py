@@ -364,7 +364,7 @@ def batches(draw):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batches())
 def test_losses_and_gradients_equal_the_slow_transcription(batch):
     results = []
@@ -386,7 +386,7 @@ def test_losses_and_gradients_equal_the_slow_transcription(batch):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(batches())
 def test_no_recorded_pair_is_ever_a_negative_and_targets_are_distributions(batch):
     recorded = torch.tensor(batch.recorded)

@@ -95,7 +95,7 @@ def caption_holds(caption: str, objects: list[dict], background: str) -> bool:
     return any(phrase_holds(words, thing) for thing in objects)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(n=st.integers(0, 60), seed=st.integers(0, 2**32 - 1))
 def test_truth_is_what_a_reader_of_the_captions_finds(n: int, seed: int):
     scenes = draw(n, seed)

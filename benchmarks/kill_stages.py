@@ -170,7 +170,7 @@ class Chain:
 def import_all() -> None:
     """What the commands import when they run, once for all that are forked from here."""
     for name in (
-        *("pipeline.embed", "pipeline.encoders", "pipeline.parts", "pipeline.shard"),
+        *("pipeline.embed_ray", "pipeline.encoders", "pipeline.parts", "pipeline.shard"),
         *("mining.connections", "mining.export", "mining.graph", "mining.grouping", "mining.materialize"),
         *("train.con_d", "train.encoder", "train.export", "train.loop"),
     ):

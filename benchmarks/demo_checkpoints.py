@@ -29,9 +29,10 @@ import torch
 import torch.nn.functional as F
 
 from fnpipe.pipeline.scenes import BACKGROUNDS, COLOURS, SHAPES, SIZES, SceneGraphs, Scenes, draw
+from fnpipe.train.building import build_model, load_model, save_model
 from fnpipe.train.masking import IGNORED, mask_tokens
 from fnpipe.train.metrics import Positives, cosine_scores, reranked_scores, retrieval, top_items
-from fnpipe.train.model import ModelConfig, VLModel, build_model, load_model, save_model
+from fnpipe.train.model import ModelConfig, VLModel
 from fnpipe.train.objectives import PLAIN, ecm_decisions, itc_loss, itc_targets, itm_loss, mlm_loss
 
 ASSETS = Path(__file__).parent.parent / "train" / "assets"

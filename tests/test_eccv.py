@@ -21,11 +21,12 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train import eccv, metrics
+from fnpipe.train.building import build_model
 from fnpipe.train.coco import coco_queries, image_name
 from fnpipe.train.eccv import CocoTest, read_coco_test
 from fnpipe.train.evaluate import evaluate_model
 from fnpipe.train.metrics import Scores, precision_of_block, recall_of_block
-from fnpipe.train.model import ModelConfig, build_model
+from fnpipe.train.model import ModelConfig
 from fnpipe.train.pictures import Samples
 
 Table = dict[int, list[int]]

@@ -22,8 +22,9 @@ from conftest import MakeWorkspace
 from fnpipe.cli.app import run as run_cli
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train import export
+from fnpipe.train.building import build_model, save_model
 from fnpipe.train.export import export_model
-from fnpipe.train.model import ModelConfig, VLModel, build_model, save_model
+from fnpipe.train.model import ModelConfig, VLModel
 from fnpipe.train.runs import DEFAULT_ARCHITECTURE, load_run
 
 README = Path(__file__).parent.parent / "README.md"

@@ -25,7 +25,8 @@ import torch
 from fnpipe.pipeline import atomic, lock
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train import tiny
-from fnpipe.train.model import VLModel, architecture_layout, without_warnings
+from fnpipe.train.building import architecture_layout, without_warnings
+from fnpipe.train.model import VLModel
 from fnpipe.train.tokenizer import write_tokenizer
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"

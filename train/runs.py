@@ -17,7 +17,8 @@ from typing import Any
 
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.model import ModelConfig, VLModel, build_model, load_model
+from fnpipe.train.building import build_model, load_model
+from fnpipe.train.model import ModelConfig, VLModel
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"

@@ -24,6 +24,7 @@ from fnpipe.train.objectives import (
     itm_loss,
     mlm_loss,
     sigmoid_itc_loss,
+    sigmoid_loss,
 )
 
 NAN = math.nan
@@ -198,6 +199,17 @@ def test_consistency_is_the_cross_entropy_to_the_other_direction_and_moves_no_te
     # d/dlogits of CE(r, softmax) is softmax - r; a gradient through the teacher would add to it.
     np.testing.assert_allclose(i2t.grad, (q - r) / 6, atol=1e-12)
     np.testing.assert_allclose(t2i.grad, (r - q) / 6, atol=1e-12)
+
+
+@settings(max_examples=30)
+@given(n=st.integers(1, 6), seed=st.integers(0, 1000))
+def test_the_sigmoid_loss_is_binary_cross_entropy_of_every_combination_asked(n: int, seed: int):
+    rng = np.random.default_rng(seed)
+    logits, asked = torch.from_numpy(4 * rng.normal(size=(n, n))), torch.from_numpy(rng.random((n, n)) < 0.7)
+    positive = torch.eye(n, dtype=torch.bool) | torch.from_numpy(rng.random((n, n)) < 0.3)
+    each = torch.nn.functional.binary_cross_entropy_with_logits(logits, positive.double(), reduction="none")
+    torch.testing.assert_close(sigmoid_loss(logits, positive), each.sum() / n)
+    torch.testing.assert_close(sigmoid_loss(logits, positive, asked), each[asked].sum() / n)
 
 
 def test_sigmoid_loss_labels_mined_positives_plus_one():

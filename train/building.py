@@ -15,6 +15,7 @@ from torch import nn
 from fnpipe.pipeline.encoders import published_preprocessing
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.train import coca, tiny
+from fnpipe.train.config import TINY
 from fnpipe.train.model import ModelConfig, VLModel
 from fnpipe.train.tensorfile import read_tensors, write_tensors
 from fnpipe.train.tokenizer import open_clip_tokenizer, tiny_tokenizer
@@ -59,7 +60,7 @@ def _build(config: ModelConfig, *, load_weights: bool) -> VLModel:
     if coca.is_coca(clip) and pretrained is None:
         coca.start_decoder(clip)
     context, vocabulary = layout["text_cfg"].get("context_length", 77), layout["text_cfg"].get("vocab_size", 49408)
-    tokenizer = tiny_tokenizer(context) if name == tiny.TINY else open_clip_tokenizer(name, context, vocabulary)
+    tokenizer = tiny_tokenizer(context) if name == TINY else open_clip_tokenizer(name, context, vocabulary)
     return VLModel(clip, tokenizer, _resolved(config, clip))
 
 
@@ -84,7 +85,7 @@ def _preprocess(config: ModelConfig) -> dict[str, Any] | None:
 # The preprocessing of our own architectures; all others have open_clip's. Drawn scenes and emoji are whole pictures, of
 # which a crop would cut off what the caption speaks of.
 _PREPROCESS: dict[str, dict[str, Any]] = {
-    tiny.TINY: {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "resize_mode": "squash"}
+    TINY: {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "resize_mode": "squash"}
 }
 
 
@@ -120,7 +121,7 @@ def _resolved(config: ModelConfig, clip: nn.Module) -> ModelConfig:
     visual: Any = clip.visual
     preprocess = {k: list(v) if isinstance(v, tuple) else v for k, v in visual.preprocess_cfg.items()}
     size = preprocess["size"]
-    tiny_one = config.architecture == tiny.TINY
+    tiny_one = config.architecture == TINY
     keep_mask = coca.is_coca(clip) or (config.pretrained and config.text_attention is None)
     return replace(
         config,

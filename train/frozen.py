@@ -31,8 +31,9 @@ from fnpipe.pipeline.workspace import FORMAT_VERSION, Workspace
 from fnpipe.train.adapter import AdapterNet, adapter_loss
 from fnpipe.train.batches import BatchSource, EpochPlan, RandomBatches, WithoutPairs
 from fnpipe.train.checkpoints import STATE, Position, restore, truncate
+from fnpipe.train.config import TEST
 from fnpipe.train.evaluate import Queries, read_queries
-from fnpipe.train.frozen_config import FROZEN_METHODS, TEST, FrozenConfig, VacsrConfig, resolve_frozen
+from fnpipe.train.frozen_config import FROZEN_METHODS, FrozenConfig, VacsrConfig, resolve_frozen
 from fnpipe.train.frozen_evaluate import evaluate_frozen
 from fnpipe.train.frozen_runs import FrozenModel, describe_source, save_frozen
 from fnpipe.train.inputs import file_digest, planned_batches

@@ -20,9 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.transform import Transform
-from fnpipe.train import coca, tiny, towers
+from fnpipe.train import coca, towers
+from fnpipe.train.config import CHOICES, TINY
 from fnpipe.train.fusion import FusionBlock, Keys
 from fnpipe.train.tokenizer import CaptionTokenizer
+from fnpipe.train.values import check_choices
 
 MIN_TEMPERATURE, MAX_TEMPERATURE, INITIAL_TEMPERATURE = 0.001, 0.5, 0.07
 
@@ -32,7 +34,7 @@ class ModelConfig:
     """What `building.build_model` makes. None is "as the architecture says"; a built model's own config has no None but
     ``pretrained`` left, so that it builds the same model again without the checkpoint that it started from."""
 
-    architecture: str = tiny.TINY
+    architecture: str = TINY
     """``fnpipe-tiny``, ``albef-base``, or any name of open_clip's list."""
     pretrained: str | None = None
     """A tag of open_clip, or a local checkpoint file of the two towers."""
@@ -52,11 +54,9 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.fusion_layers is not None and self.fusion_layers < 1:
             raise InputError(f"fusion_layers is {self.fusion_layers}; it must be at least 1")
-        if self.architecture == tiny.TINY and self.image_size not in (None, 64):
+        if self.architecture == TINY and self.image_size not in (None, 64):
             raise InputError(f"fnpipe-tiny takes pictures of 64 px, image_size is {self.image_size}")
-        for name, known in (("itc_loss", ("softmax", "sigmoid")), ("text_attention", ("own", "bidirectional", None))):
-            if getattr(self, name) not in known:
-                raise InputError(f"{name} is {getattr(self, name)!r}; it must be one of {known}")
+        check_choices(self, {key: CHOICES[key] for key in ("itc_loss", "text_attention")}, ("text_attention",))
 
 
 class VLModel(nn.Module):

@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fnpipe.mining.labels import check_thresholds
-from fnpipe.pipeline.errors import InputError
+from fnpipe.train.config import CHOICES
+from fnpipe.train.values import check_choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +36,7 @@ class EcmConfig:
 
     def __post_init__(self) -> None:
         check_thresholds(self.tau_low, self.tau_high)
-        choices = {
-            "false_negatives": ("positive", "drop", "ignore"),
-            "unscored": ("negative", "next"),
-            "second": ("plain", "next-negative"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise InputError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        check_choices(self, {key: CHOICES[key] for key in ("false_negatives", "unscored", "second")})
 
 
 # Methods without ECM: every hardest negative is a negative.

@@ -23,7 +23,7 @@ from fnpipe.train.agreement import agreement
 from fnpipe.train.augment import make_augment
 from fnpipe.train.batches import Batch, FullPixels, Loader, Pixels, TinyPixels, share
 from fnpipe.train.checkpoints import load_state, save_state, save_weights, truncate
-from fnpipe.train.config import TrainConfig
+from fnpipe.train.config import TEST, TrainConfig
 from fnpipe.train.evaluate import Queries, evaluate_model
 from fnpipe.train.falcon_batches import FalconSource
 from fnpipe.train.falcon_config import ITG
@@ -51,8 +51,6 @@ Report = Callable[[str], None]
 AfterStep = Callable[[int], None]
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Weights are never chosen by this split: what is reported on it would be too good.
-TEST = "test"
 
 
 class Training:

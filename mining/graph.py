@@ -28,8 +28,9 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
+from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.threads import torch_threads
-from fnpipe.pipeline.workspace import Stage, Workspace
+from fnpipe.pipeline.workspace import Workspace
 
 DIRECTIONS = ("i2t", "t2i")
 ENGINES = ("local", "ray")

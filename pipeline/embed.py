@@ -24,9 +24,10 @@ from fnpipe.pipeline.encoding import ComputeOptions, ShardRows, embed_shards
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.preparing import ShardTask
 from fnpipe.pipeline.progress import Advance, progress
+from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.storage import is_remote, local_path
 from fnpipe.pipeline.workers import available_cpus
-from fnpipe.pipeline.workspace import Stage, Workspace
+from fnpipe.pipeline.workspace import Workspace
 
 
 @dataclass(frozen=True, kw_only=True)

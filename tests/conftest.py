@@ -23,7 +23,8 @@ import pytest
 from PIL import Image
 
 from fnpipe.pipeline import atomic
-from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace, digest_files
+from fnpipe.pipeline.digests import digest_files
+from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
 
 # How long an example takes says how busy the machine is. Whatever profile is loaded already stands otherwise.
 hypothesis.settings.register_profile("patient", hypothesis.settings(deadline=None))

@@ -28,11 +28,12 @@ from conftest import MakePairs, flat_colour, png
 from fnpipe.cli.app import run
 from fnpipe.pipeline import finishing, parts
 from fnpipe.pipeline.decode import decode_rgb
+from fnpipe.pipeline.digests import digest_files
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.shard import ShardConfig, shard
 from fnpipe.pipeline.status import status
 from fnpipe.pipeline.storage import read_ranges
-from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace, digest_files
+from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
 
 Shard = Callable[..., Workspace]
 

@@ -27,7 +27,8 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
-from fnpipe.pipeline.workspace import FORMAT_VERSION, Workspace
+from fnpipe.pipeline.stage import FORMAT_VERSION
+from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.adapter import AdapterNet, adapter_loss
 from fnpipe.train.batches import BatchSource, EpochPlan, RandomBatches, WithoutPairs
 from fnpipe.train.checkpoints import STATE, Position, restore, truncate

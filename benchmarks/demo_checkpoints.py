@@ -28,7 +28,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fnpipe.pipeline.scenes import BACKGROUNDS, COLOURS, SHAPES, SIZES, SceneGraphs, Scenes, draw
+from fnpipe.pipeline.scene_graphs import BACKGROUNDS, COLOURS, SHAPES, SIZES, SceneGraphs
+from fnpipe.pipeline.scenes import Scenes, draw
 from fnpipe.train.building import build_model, load_model, save_model
 from fnpipe.train.masking import IGNORED, mask_tokens
 from fnpipe.train.metrics import Positives, cosine_scores, reranked_scores, retrieval, top_items

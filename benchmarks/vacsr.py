@@ -49,7 +49,8 @@ from fnpipe.mining.truth import Truth
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embed import EmbedConfig, embed
 from fnpipe.pipeline.embeddings import Embeddings
-from fnpipe.pipeline.scenes import FOREIGN, draw, write_scenes
+from fnpipe.pipeline.scene_graphs import FOREIGN
+from fnpipe.pipeline.scenes import draw, write_scenes
 from fnpipe.pipeline.shard import ShardConfig, shard
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.adapter import AdapterNet

@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fnpipe.pipeline.scenes import BACKGROUNDS, COLOURS, FOREIGN, SHAPES, Scenes, draw, render, write_scenes
+from fnpipe.pipeline.scene_graphs import BACKGROUNDS, COLOURS, FOREIGN, SHAPES
+from fnpipe.pipeline.scene_pictures import render
+from fnpipe.pipeline.scenes import Scenes, draw, write_scenes
 
 # The captions' words, written down again: what each stands for.
 COLOUR_OF = {

@@ -41,12 +41,13 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.scenes import draw, write_scenes
 from fnpipe.pipeline.shard import ShardConfig, shard
 from fnpipe.pipeline.workspace import Workspace, read_manifest
+from fnpipe.train.building import build_model, load_model, save_model
 from fnpipe.train.con_d import load_discriminator
 from fnpipe.train.encoder import load_encoder
 from fnpipe.train.evaluate import evaluate_model, read_queries
 from fnpipe.train.log import read_metrics
 from fnpipe.train.loop import train
-from fnpipe.train.model import ModelConfig, build_model, load_model, save_model
+from fnpipe.train.model import ModelConfig
 from fnpipe.train.pictures import Samples
 from fnpipe.train.runs import load_run, model_file
 

@@ -30,12 +30,13 @@ import torch
 
 from fnpipe.mining.members import members_of
 from fnpipe.train.batches import Batch
+from fnpipe.train.building import build_model
 from fnpipe.train.config import TrainConfig
 from fnpipe.train.falcon import Drawing, Scheduler
 from fnpipe.train.falcon_batches import EmbeddingCache, EpochConstruction, FalconSource
 from fnpipe.train.falcon_config import resolve_falcon
 from fnpipe.train.falcon_training import Falcon, policy_config
-from fnpipe.train.model import ModelConfig, build_model
+from fnpipe.train.model import ModelConfig
 from fnpipe.train.objectives import PLAIN
 from fnpipe.train.processes import Processes
 from fnpipe.train.step import StepConfig, StepInput, TrainStep, mask_generator, parameter_groups

@@ -24,8 +24,9 @@ import faiss
 import numpy as np
 from synthetic import synthetic_workspace
 
-from fnpipe.mining.graph import DIRECTIONS, Graph, GraphConfig, build_graph, share_found, sides
+from fnpipe.mining.graph import DIRECTIONS, Graph, GraphConfig, build_graph, share_found
 from fnpipe.mining.members import read_members
+from fnpipe.mining.sides import sides
 from fnpipe.pipeline.embeddings import Embeddings
 
 SAMPLE = 1000

@@ -124,11 +124,11 @@ class Chain:
 
     def __init__(self, root: Path, scenes: int) -> None:
         import_all()
-        from fnpipe.mining import graph
+        from fnpipe.mining import searches
         from fnpipe.pipeline.scenes import write_scenes
 
         # So that a graph of this size is made of several blocks, as a large one is.
-        graph._EXACT_BLOCK = graph._IVF_BLOCK_LEAST = graph._IVF_BLOCK_MOST = 64
+        searches.EXACT_BLOCK = searches.IVF_BLOCK_LEAST = searches.IVF_BLOCK_MOST = 64
         self.root = root
         self.place = root / "place"
         write_scenes(root / "start" / "source", scenes, 0, size=32)
@@ -170,7 +170,7 @@ class Chain:
 def import_all() -> None:
     """What the commands import when they run, once for all that are forked from here."""
     for name in (
-        *("pipeline.embed", "pipeline.encoders", "pipeline.parts", "pipeline.shard"),
+        *("pipeline.embed_ray", "pipeline.encoders", "pipeline.parts", "pipeline.shard"),
         *("mining.connections", "mining.export", "mining.graph", "mining.grouping", "mining.materialize"),
         *("train.con_d", "train.encoder", "train.export", "train.loop"),
     ):

@@ -31,8 +31,9 @@ from fnpipe.pipeline.embeddings import BAD_SCHEMA, image_array_path, text_array_
 from fnpipe.pipeline.shard import ShardConfig, shard
 from fnpipe.pipeline.storage import read_ranges
 from fnpipe.pipeline.workspace import Workspace
+from fnpipe.train.building import build_model
 from fnpipe.train.con_d import ItmDiscriminator
-from fnpipe.train.model import ModelConfig, build_model
+from fnpipe.train.model import ModelConfig
 
 WORDS = [
     *(

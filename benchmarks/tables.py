@@ -25,7 +25,8 @@ import numpy as np
 import pyarrow as pa
 
 from fnpipe.pipeline import atomic
-from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace, digest_files
+from fnpipe.pipeline.digests import digest_files
+from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
 
 WORDS = tuple("a the red small dog street man two with on of in white sitting table near large green old bus".split())  # noqa: SIM905
 PAIRS_PER_SHARD = 1000

@@ -37,7 +37,8 @@ from fnpipe.pipeline.shard import ShardConfig, shard
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.augment import make_augment
 from fnpipe.train.batches import FullPixels, Loader, RandomBatches
-from fnpipe.train.model import ModelConfig, VLModel, build_model
+from fnpipe.train.building import build_model
+from fnpipe.train.model import ModelConfig, VLModel
 from fnpipe.train.objectives import PLAIN, EcmConfig
 from fnpipe.train.pictures import Samples
 from fnpipe.train.step import StepConfig, StepInput, TrainStep, mask_generator, parameter_groups

@@ -49,17 +49,19 @@ from fnpipe.mining.truth import Truth
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embed import EmbedConfig, embed
 from fnpipe.pipeline.embeddings import Embeddings
-from fnpipe.pipeline.scenes import FOREIGN, draw, write_scenes
+from fnpipe.pipeline.scene_graphs import FOREIGN
+from fnpipe.pipeline.scenes import draw, write_scenes
 from fnpipe.pipeline.shard import ShardConfig, shard
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.adapter import AdapterNet
+from fnpipe.train.building import build_model, load_model, save_model
 from fnpipe.train.con_d import load_discriminator
 from fnpipe.train.encoder import RunEncoder
 from fnpipe.train.evaluate import evaluate_embeddings, read_queries
 from fnpipe.train.frozen import train_frozen
 from fnpipe.train.frozen_evaluate import adapted_rows
 from fnpipe.train.frozen_runs import load_frozen_run
-from fnpipe.train.model import ModelConfig, VLModel, build_model, load_model, save_model
+from fnpipe.train.model import ModelConfig, VLModel
 from fnpipe.train.runs import SHIPPED
 from fnpipe.train.vacsr_con_d import VacsrDiscriminator
 

@@ -54,7 +54,8 @@ def embed_command(
 
     Example: fnpipe embed work --model ViT-B-32 --pretrained laion2b_s34b_b79k --name clip
     """
-    from fnpipe.pipeline.embed import EmbedConfig, embed, embed_on_ray
+    from fnpipe.pipeline.embed import EmbedConfig, embed
+    from fnpipe.pipeline.embed_ray import embed_on_ray
     from fnpipe.pipeline.workspace import Workspace
 
     opened = Workspace.open(workspace)

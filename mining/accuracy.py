@@ -12,7 +12,8 @@ from fnpipe.mining.edges import DISCRIMINATOR, POSITIVE, SOURCES, codes_in, edge
 from fnpipe.mining.labels import labels_of
 from fnpipe.mining.members import read_members
 from fnpipe.mining.truth import Truth
-from fnpipe.pipeline.workspace import Stage, Workspace
+from fnpipe.pipeline.stage import Stage
+from fnpipe.pipeline.workspace import Workspace
 
 # Enough to tell one true combination in a hundred thousand from none.
 RANDOM_COMBINATIONS = 2_000_000

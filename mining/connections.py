@@ -26,8 +26,9 @@ from fnpipe.mining.labels import finish_edges, judged_probabilities, relabel_par
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.engines import RayPool
 from fnpipe.pipeline.progress import Advance, progress
+from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.threads import torch_threads
-from fnpipe.pipeline.workspace import Stage, Workspace
+from fnpipe.pipeline.workspace import Workspace
 
 __all__ = ["MineConfig", "MineSummary", "ShardJudge", "mine_connections", "summarise"]
 

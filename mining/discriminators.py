@@ -16,7 +16,8 @@ from fnpipe.mining.edges import DISCRIMINATOR, SOURCES, codes_in, read_edges
 from fnpipe.mining.records import pair_images, train_pairs
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError, nearest
-from fnpipe.pipeline.workspace import Stage, Workspace
+from fnpipe.pipeline.stage import Stage
+from fnpipe.pipeline.workspace import Workspace
 
 ENTRY_POINTS = "fnpipe.discriminators"
 FIT_SAMPLE = 20_000

@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 from fnpipe.mining.records import combination_keys
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Stage, Workspace
+from fnpipe.pipeline.stage import Stage
+from fnpipe.pipeline.workspace import Workspace
 
 UNSCORED, NEGATIVE, AMBIGUOUS, POSITIVE = -1, 0, 1, 2
 # The position in each tuple is the code.

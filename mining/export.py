@@ -19,8 +19,9 @@ import pyarrow.parquet as pq
 from fnpipe.mining.edges import LABELS, NEGATIVE, POSITIVE, codes_in, edge_parts, read_part
 from fnpipe.pipeline import atomic, lock
 from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.storage import read_ranges
-from fnpipe.pipeline.workspace import Stage, Workspace
+from fnpipe.pipeline.workspace import Workspace
 
 FORMS = ("open_clip", "sentence-transformers", "hf")
 IMAGES = "images"

@@ -28,8 +28,9 @@ from fnpipe.mining.labels import labels_of
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.decode import MAX_PIXELS, decode_or_none
+from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.storage import read_ranges
-from fnpipe.pipeline.workspace import Stage, Workspace
+from fnpipe.pipeline.workspace import Workspace
 
 TEMPLATE = Path(__file__).with_name("gallery.html")
 MAX_EDGES = 10_000

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,37 +19,24 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fnpipe.mining.device_search import DeviceRows
 from fnpipe.mining.exact import exact_nearest
-from fnpipe.mining.ivf import (
-    TRAINING_ROWS_PER_CELL,
-    Cells,
-    assign_cells,
-    cell_count,
-    fill_lists,
-    list_bytes,
-    probes_for_recall,
-    search_bytes,
-    search_lists,
-    train_cells,
-)
 from fnpipe.mining.members import Members, read_members
-from fnpipe.mining.parts import PartPool, Parts, open_pool, search_parts
+from fnpipe.mining.parts import PartPool, Parts, open_pool
+from fnpipe.mining.searches import Search, SearchOptions, block_size, memory_needed, search_here, search_in_parts
 from fnpipe.mining.sides import Side, sides
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.memory import total_memory
 from fnpipe.pipeline.progress import progress
+from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.threads import torch_threads
-from fnpipe.pipeline.workers import available_cpus
-from fnpipe.pipeline.workspace import Stage, Workspace
+from fnpipe.pipeline.workspace import Workspace
 
 DIRECTIONS = ("i2t", "t2i")
 ENGINES = ("local", "ray")
 INDEXES = ("auto", "exact", "ivf")
 DEVICES = ("auto", "cpu", "cuda")
-
 
 # More are no neighbours any more, and their table would outgrow the embeddings.
 MOST_NEIGHBOURS = 4096
@@ -142,36 +129,8 @@ def _paths(directory: Path, direction: str) -> tuple[Path, Path]:
     return directory / f"{direction}.ids.npy", directory / f"{direction}.sims.npy"
 
 
-# What the program and its libraries take before there is any data, in bytes.
-_PROGRAM = 1 << 29
-
 # Up to this many candidates, exact search is as quick as building an index.
 _EXACT_ROWS = 50_000
-
-# Queries whose lists are written at a time; a killed run loses the blocks in work. An inverted list is multiplied with
-# all queries of a block that probe it, so there the blocks are large, yet several for every core.
-_EXACT_BLOCK = 32_768
-_IVF_BLOCK_LEAST, _IVF_BLOCK_MOST = 16_384, 131_072
-
-# The share of the true 10 nearest that probed cells must hold, measured on so many random queries.
-_PROBED_RECALL = 0.96
-_PROBE_SAMPLE = 500
-
-
-@dataclass(frozen=True)
-class Search:
-    """A way to search one direction.
-
-    Attributes:
-        find: searches queries ``start .. stop - 1``: row numbers and similarities of candidates, (n, k), -1 and -inf
-            pads. block: queries to give it at a time. workers: calls that may run side by side.
-        facts: what ``meta.json`` says about it.
-    """
-
-    find: Callable[[int, int], tuple[np.ndarray, np.ndarray]]
-    block: int
-    workers: int
-    facts: dict[str, int]
 
 
 def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
@@ -188,15 +147,16 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
     meta = {} if config.overwrite else stage.meta() or {}
     device = choose_device(config.device)
     index = choose_index(config.index, len(members.pair_ids), device, meta.get("params", {}).get("index"))
+    options = SearchOptions(index, device, config.k, config.seed)
     if config.engine == "local" and not meta.get("complete"):
-        _require_memory(embeddings, members, config.k, index)
+        _require_memory(embeddings, members, options)
     params = {"k": config.k, "index": index, "recall_check": config.recall_check, "seed": config.seed}
     inputs = {"pairs": workspace.digest, embeddings.stage.name: embeddings.stage.digest}
     with stage.alone():
         if stage.begin(params, inputs, overwrite=config.overwrite):
-            with _pool(workspace, embeddings, config, index, device) as pool:
+            with _pool(workspace, embeddings, config, options) as pool:
                 for direction, (queries, candidates) in sides(embeddings, members).items():
-                    _write_direction(stage, direction, queries, candidates, config, index, device, pool)
+                    _write_direction(stage, direction, queries, candidates, options, pool)
             searched = {direction: _read_facts(stage.path, direction) for direction in DIRECTIONS}
             recall = _check_recall(stage.path, embeddings, members, config)
             outputs = [path.name for direction in DIRECTIONS for path in _paths(stage.path, direction)]
@@ -223,12 +183,13 @@ def choose_index(index: str, pairs: int, device: str, begun: str | None = None) 
 
 @contextmanager
 def _pool(
-    workspace: Workspace, embeddings: Embeddings, config: GraphConfig, index: str, device: str
+    workspace: Workspace, embeddings: Embeddings, config: GraphConfig, options: SearchOptions
 ) -> Iterator[PartPool | None]:
     if config.engine == "local":
         yield None
         return
-    with open_pool(workspace, embeddings.name, config.k, index, device, config.ray_address) as pool:
+    address = config.ray_address
+    with open_pool(workspace, embeddings.name, options.k, options.index, options.device, address) as pool:
         yield pool
 
 
@@ -237,37 +198,34 @@ def _write_direction(
     direction: str,
     queries: Side,
     candidates: Side,
-    config: GraphConfig,
-    index: str,
-    device: str,
+    options: SearchOptions,
     pool: PartPool | None,
 ) -> None:
     if _paths(stage.path, direction)[1].exists():
         return
-    block = _EXACT_BLOCK if index == "exact" else _ivf_block(len(queries))
+    block = block_size(options.index, len(queries))
     starts = range(0, len(queries), block)
     waiting = [start for start in starts if not _block_paths(stage.path, direction, start)[1].exists()]
     if waiting:
-        size = f"about {_search_bytes(queries, candidates, config.k, index) / 2**30:.1f} GiB of memory"
-        print(f"graph {direction}: {index} search among {len(candidates):,} candidates, {size}", file=sys.stderr)
-        if pool is not None:
-            search = _part_search(stage, direction, queries, candidates, config, index, pool, waiting)
-        elif index == "ivf":
-            search = _ivf_search(queries, candidates, config)
-        elif device == "cuda":
-            search = _device_search(queries, candidates, config, device, torch.float16)
+        size = f"about {memory_needed(options, queries, candidates) / 2**30:.1f} GiB of memory"
+        print(
+            f"graph {direction}: {options.index} search among {len(candidates):,} candidates, {size}", file=sys.stderr
+        )
+        if pool is None:
+            search = search_here(options, queries, candidates)
         else:
-            search = _exact_search(queries, candidates, config)
+            parts = Parts(stage.path / "blocks", direction, pool.workers, block)
+            search = search_in_parts(options, queries, candidates, pool, parts, waiting)
         atomic.write_json(_facts_path(stage.path, direction), search.facts)
-        _write_blocks(stage.path, direction, queries, candidates, search, waiting)
-    _join_blocks(stage.path, direction, queries, config.k, block)
+        _write_blocks(stage.path, direction, queries, candidates, search, block, waiting)
+    _join_blocks(stage.path, direction, queries, options.k, block)
 
 
 def _write_blocks(
-    directory: Path, direction: str, queries: Side, candidates: Side, search: Search, starts: list[int]
+    directory: Path, direction: str, queries: Side, candidates: Side, search: Search, block: int, starts: list[int]
 ) -> None:
     def write(start: int) -> None:
-        stop = min(start + search.block, len(queries))
+        stop = min(start + block, len(queries))
         found, sims = search.find(start, stop)
         ids_path, sims_path = _block_paths(directory, direction, start)
         atomic.write_array(ids_path, np.where(found < 0, -1, candidates.ids[found]))
@@ -275,7 +233,7 @@ def _write_blocks(
         atomic.write_array(sims_path, sims.astype(np.float16))
         advance(stop - start)
 
-    left = sum(min(search.block, len(queries) - start) for start in starts)
+    left = sum(min(block, len(queries) - start) for start in starts)
     with (
         progress(f"graph {direction}", left, "rows") as advance,
         torch_threads(1) if search.workers > 1 else nullcontext(),
@@ -284,96 +242,17 @@ def _write_blocks(
         list(pool.map(write, starts))
 
 
-def _exact_search(queries: Side, candidates: Side, config: GraphConfig) -> Search:
-    def find(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        owners = queries.owners[start:stop]
-        return exact_nearest(queries.floats(start, stop), owners, candidates.floats, candidates.owners, config.k)
-
-    return Search(find, _EXACT_BLOCK, 1, {})
-
-
-def _device_search(queries: Side, candidates: Side, config: GraphConfig, device: str, dtype: torch.dtype) -> Search:
-    rows = DeviceRows(candidates.halves, candidates.owners, device, dtype)
-
-    def find(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        return rows.nearest(queries.halves(start, stop), queries.owners[start:stop], config.k)
-
-    return Search(find, _EXACT_BLOCK, 1, {})
-
-
-def _ivf_search(queries: Side, candidates: Side, config: GraphConfig) -> Search:
-    cells, assigned, probes = _sorted_into_cells(queries, candidates, config)
-    lists = fill_lists(cells, assigned, candidates.owners, candidates.halves)
-
-    def find(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        owners = queries.owners[start:stop]
-        return search_lists(lists, queries.halves(start, stop), owners, probes=probes, k=config.k)
-
-    facts = {"cells": len(cells), "probes": probes}
-    return Search(find, _ivf_block(len(queries)), available_cpus(), facts)
-
-
-def _part_search(
-    stage: Stage,
-    direction: str,
-    queries: Side,
-    candidates: Side,
-    config: GraphConfig,
-    index: str,
-    pool: PartPool,
-    starts: list[int],
-) -> Search:
-    """Let the pool's workers search, each in its part of the index; what is left to do here is to merge."""
-    block = _EXACT_BLOCK if index == "exact" else _ivf_block(len(queries))
-    parts = Parts(stage.path / "blocks", direction, pool.workers, block)
-    facts: dict[str, int] = {}
-    if index == "ivf":
-        cells, assigned, probes = _sorted_into_cells(queries, candidates, config)
-        parts.write_cells(cells, assigned, probes)
-        facts = {"cells": len(cells), "probes": probes}
-    return Search(search_parts(pool, parts, starts, config.k), block, 1, facts)
-
-
-def _sorted_into_cells(queries: Side, candidates: Side, config: GraphConfig) -> tuple[Cells, np.ndarray, int]:
-    """The cells of the candidates, which of them each candidate is in, and how many a query has to probe."""
-    count = cell_count(len(candidates))
-    rng = np.random.default_rng([config.seed, len(candidates)])
-    size = min(len(candidates), count * TRAINING_ROWS_PER_CELL)
-    sample = np.sort(rng.choice(len(candidates), size, replace=False))
-    cells = train_cells(candidates.rows.take(candidates.ids[sample]), count, config.seed)
-    assigned = assign_cells(cells, candidates.halves, len(candidates))
-    rows = np.sort(rng.choice(len(queries), min(_PROBE_SAMPLE, len(queries)), replace=False))
-    vectors = queries.rows.take(queries.ids[rows])
-    true_rows, _ = exact_nearest(vectors, queries.owners[rows], candidates.floats, candidates.owners, 10)
-    return cells, assigned, probes_for_recall(cells, assigned, vectors, true_rows, _PROBED_RECALL)
-
-
-def _ivf_block(queries: int) -> int:
-    return int(np.clip(-(-queries // 8), _IVF_BLOCK_LEAST, _IVF_BLOCK_MOST))
-
-
-def _require_memory(embeddings: Embeddings, members: Members, k: int, index: str) -> None:
+def _require_memory(embeddings: Embeddings, members: Members, options: SearchOptions) -> None:
     """Refuse a search that this machine has not the memory for, before the first hour of it."""
-    needed = max(_search_bytes(queries, rows, k, index) for queries, rows in sides(embeddings, members).values())
-    memory = total_memory()
+    both = sides(embeddings, members).values()
+    needed, memory = max(memory_needed(options, queries, rows) for queries, rows in both), total_memory()
     if needed > memory:
-        way_out = "use --index exact, which is slower" if index == "ivf" else "use a smaller --k"
+        way_out = "use --index exact, which is slower" if options.index == "ivf" else "use a smaller --k"
         raise InputError(
-            f"{embeddings.stage.path}: {index} search among {len(members.pair_ids):,} captions takes about "
+            f"{embeddings.stage.path}: {options.index} search among {len(members.pair_ids):,} captions takes about "
             f"{needed / 2**30:,.1f} GiB of memory, and there are {memory / 2**30:,.1f}; {way_out}, or spread it over "
             "machines with --engine ray"
         )
-
-
-def _search_bytes(queries: Side, candidates: Side, k: int, index: str) -> int:
-    """What the search of a direction will take in all, but for the mapped embeddings."""
-    width = candidates.rows.width
-    if index == "exact":
-        size = min(_EXACT_BLOCK, len(queries)) * (6 * width + 12 * k) + (1 << 27)
-    else:
-        workers, block = available_cpus(), _ivf_block(len(queries))
-        size = list_bytes(len(candidates), width) + workers * search_bytes(block, width, k)
-    return size + _PROGRAM
 
 
 def _facts_path(directory: Path, direction: str) -> Path:

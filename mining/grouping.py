@@ -27,8 +27,9 @@ from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.memory import total_memory
 from fnpipe.pipeline.progress import progress
+from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.workers import available_cpus
-from fnpipe.pipeline.workspace import Stage, Workspace
+from fnpipe.pipeline.workspace import Workspace
 
 # What training, mining and callers of the library use; ``grit_order`` is defined beside the other chains.
 __all__ = [

@@ -20,7 +20,8 @@ from fnpipe.mining.labels import check_thresholds
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
-from fnpipe.pipeline.workspace import Stage, Workspace
+from fnpipe.pipeline.stage import Stage
+from fnpipe.pipeline.workspace import Workspace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from fnpipe.mining.labels import check_thresholds, labels_of
 from fnpipe.mining.records import codes_of
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline.errors import InputError, nearest
-from fnpipe.pipeline.workspace import Stage
+from fnpipe.pipeline.stage import Stage
 
 _COLUMNS = ["image_id", "pair_id", "caption", "similarity", "match_probability", "label", "source"]
 

@@ -22,7 +22,8 @@ from fnpipe.mining.edges import (
 )
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import META, Stage, Workspace
+from fnpipe.pipeline.stage import META, Stage
+from fnpipe.pipeline.workspace import Workspace
 
 HISTOGRAM_BINS = 20
 # What no label changes.

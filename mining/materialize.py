@@ -18,8 +18,9 @@ from fnpipe.mining.grouping import plan_epochs, read_plan
 from fnpipe.pipeline import atomic, lock
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
+from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.storage import read_ranges
-from fnpipe.pipeline.workspace import Stage, Workspace
+from fnpipe.pipeline.workspace import Workspace
 
 _SAMPLES_PER_SHARD = 1000
 # Where Pillow's name of a format is not the ending that WebDataset's decoders know.

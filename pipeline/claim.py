@@ -15,8 +15,9 @@ from fnpipe.pipeline.parts import PARTS, shard_name
 from fnpipe.pipeline.shuffling import SHUFFLED
 from fnpipe.pipeline.sources.files import absolute, exists, is_directory, parent
 from fnpipe.pipeline.sources.source import Source
+from fnpipe.pipeline.stage import LOCK
 from fnpipe.pipeline.storage import is_remote, local_path
-from fnpipe.pipeline.workspace import LOCK, MANIFEST, read_manifest
+from fnpipe.pipeline.workspace import MANIFEST, read_manifest
 
 # What a sharding lays down beside its manifest; none of it may be somebody else's.
 _OUTPUTS = ("shards", "pairs", "images", PARTS, "quarantine.parquet", SHUFFLED)

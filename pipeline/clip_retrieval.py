@@ -18,20 +18,13 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from fnpipe.pipeline.captions import clean_caption
-from fnpipe.pipeline.embed import (
-    EmbedConfig,
-    ShardRows,
-    count_bad,
-    finish,
-    is_done,
-    remove_parts,
-    unit_rows,
-    write_rows,
-)
+from fnpipe.pipeline.digests import digest_files
+from fnpipe.pipeline.embed import EmbedConfig, count_bad, finish, is_done, remove_parts, write_rows
 from fnpipe.pipeline.embeddings import Rows
+from fnpipe.pipeline.encoding import ShardRows, unit_rows
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
-from fnpipe.pipeline.workspace import Workspace, digest_files
+from fnpipe.pipeline.workspace import Workspace
 
 # Rows of one picture (one per caption) carry its vector each; float16 and batches account for less than this.
 SAME_PICTURE_COSINE = 0.99

@@ -11,7 +11,8 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.mapped import map_arrays
 from fnpipe.pipeline.memory import total_memory
-from fnpipe.pipeline.workspace import Stage, Workspace
+from fnpipe.pipeline.stage import Stage
+from fnpipe.pipeline.workspace import Workspace
 
 BAD_SCHEMA = pa.schema([("image_id", pa.int64()), ("pair_id", pa.int64()), ("reason", pa.string())])
 

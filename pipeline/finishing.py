@@ -15,10 +15,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.digests import digest_files
 from fnpipe.pipeline.order import held_out
 from fnpipe.pipeline.parts import QUARANTINE_SCHEMA, Tally, part_path, quarantine_path, read_tally
 from fnpipe.pipeline.shuffling import SHUFFLED, Swaps
-from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, digest_files
+from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA
 
 TEST, TRAIN = "test", "train"
 

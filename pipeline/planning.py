@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.digests import content_digest
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.order import image_groups, shard_rows
 from fnpipe.pipeline.packing import no_cycle_search
@@ -81,11 +81,7 @@ class Plan:
                 part = self.rows.take(pa.array(self.order[low:high]))
                 part = part.add_column(0, schema.field(0), pa.array(self.positions[low:high]))
                 writer.write_table(part.combine_chunks(), max_chunksize=high - low)
-        total = hashlib.sha256()
-        with (parts / ROWS).open("rb") as file:
-            while block := file.read(1 << 20):
-                total.update(block)
-        return total.hexdigest()
+        return content_digest(parts / ROWS)
 
 
 def read_sources(sources: list[Source], how: ReadOptions, workers: Workers, spool: Path, *, in_place: bool) -> Plan:

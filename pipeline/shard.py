@@ -29,9 +29,10 @@ from fnpipe.pipeline.progress import progress
 from fnpipe.pipeline.sources.files import absolute
 from fnpipe.pipeline.sources.opening import open_sources
 from fnpipe.pipeline.sources.source import ReadOptions, Source
+from fnpipe.pipeline.stage import FORMAT_VERSION
 from fnpipe.pipeline.storage import is_remote
 from fnpipe.pipeline.workers import Workers, available_cpus
-from fnpipe.pipeline.workspace import FORMAT_VERSION, MANIFEST
+from fnpipe.pipeline.workspace import MANIFEST
 
 _USUAL_SPLITS = ("train", "val", "validation", "dev", "test")
 

@@ -15,8 +15,9 @@ from fnpipe.pipeline.embeddings import image_array_path, text_array_path
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.parts import PARTS
 from fnpipe.pipeline.shard import ShardConfig, summary_of
+from fnpipe.pipeline.stage import MADE_BY, Stage
 from fnpipe.pipeline.storage import is_remote, local_path
-from fnpipe.pipeline.workspace import MADE_BY, MANIFEST, RUN_CONFIG, Stage, Workspace, read_manifest
+from fnpipe.pipeline.workspace import MANIFEST, RUN_CONFIG, Workspace, read_manifest
 
 _EXAMPLES = 5
 GONE = "files are gone"

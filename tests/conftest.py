@@ -9,17 +9,52 @@ import os
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # One thread per process keeps the suite deterministic and fair on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Ray's workers would give way to everything else, and so starve beside the suite's other process.
+os.environ.setdefault("RAY_worker_niceness", "0")
 
+import hypothesis
 import numpy as np
 import pyarrow as pa
 import pytest
 from PIL import Image
 
 from fnpipe.pipeline import atomic
-from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace, digest_files
+from fnpipe.pipeline.digests import digest_files
+from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
+
+# How long an example takes says how busy the machine is. Whatever profile is loaded already stands otherwise.
+hypothesis.settings.register_profile("patient", hypothesis.settings(deadline=None))
+hypothesis.settings.load_profile("patient")
+
+# Files whose tests share something that is slow to make.
+TOGETHER = ("test_cases.py", "test_demo.py", "test_effect.py", "test_packaging.py", "test_rehearsal.py")
+
+
+def group_of(test: str) -> str:
+    """What a test shares a process with: tests of one group run one after the other, most are a group of their own.
+
+    All files of tests that start a Ray cluster, ``*_ray.py``, are one group: of two clusters side by side, workers have
+    crashed.
+    """
+    file = test.partition("::")[0].rpartition("/")[2]
+    return "ray" if file.endswith("_ray.py") else file if file in TOGETHER else test
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
+    """Share the tests among processes (``-n``) by `group_of`; pytest-xdist 3.8's own marks are lost on pytest 9.2."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return Groups(config, log)
+
 
 MakePairs = Callable[..., Path]
 MakeWorkspace = Callable[..., Workspace]

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
@@ -42,7 +42,6 @@ def test_nothing_judged_has_no_figures_instead_of_zeros():
     assert result.identity_precision is None
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=30))
 def test_average_precision_agrees_with_the_sum_over_thresholds(rows):
     p = np.array([r[0] / 5 for r in rows], np.float32)
@@ -59,7 +58,6 @@ def test_average_precision_agrees_with_the_sum_over_thresholds(rows):
     assert average_precision(p, true) == pytest.approx(expected)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=30))
 def test_auroc_agrees_with_comparing_every_true_with_every_false(rows):
     score = np.array([r[0] / 5 for r in rows], np.float32)

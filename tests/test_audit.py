@@ -42,7 +42,7 @@ def truth_file(concepts: Workspace) -> str:
     return str(path)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(b=st.integers(2, 9), seed=st.integers(0, 2**32 - 1))
 def test_the_hardest_negative_is_the_most_similar_other_one(b, seed):
     images, texts = np.random.default_rng(seed).integers(-2, 3, (2, b, 3)).astype(np.float32)

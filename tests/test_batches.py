@@ -261,7 +261,7 @@ def test_the_tiny_augmentation_is_mild_and_mirrors_only_when_asked():
     assert 0.25 < share_mirrored < 0.75
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(height=st.integers(1, 60), width=st.integers(1, 60), seed=st.integers(0, 1000))
 def test_a_crop_of_any_picture_has_the_size_asked_for(height: int, width: int, seed: int):
     picture = torch.zeros((3, height, width), dtype=torch.uint8)

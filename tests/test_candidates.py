@@ -21,7 +21,7 @@ from fnpipe.mining.candidates import (
 )
 from fnpipe.pipeline.embeddings import Embeddings
 
-ONE_FIXTURE = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ONE_FIXTURE = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def plan_table(batches):

@@ -16,9 +16,10 @@ from test_train_loop import FAST, Killed, equal, kill_after, logged, weights
 from conftest import MakeWorkspace
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
+from fnpipe.train.building import build_model, load_model, save_model
 from fnpipe.train.con_d import ItmDiscriminator
 from fnpipe.train.loop import train
-from fnpipe.train.model import ModelConfig, VLModel, build_model, load_model, save_model
+from fnpipe.train.model import ModelConfig, VLModel
 
 NAME = "coca-made"
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from fnpipe.pipeline.errors import InputError
+from fnpipe.train.building import build_model, save_model
 from fnpipe.train.con_d import ItmDiscriminator, load_discriminator
-from fnpipe.train.model import ModelConfig, VLModel, build_model, save_model
+from fnpipe.train.model import ModelConfig, VLModel
 
 CAPTIONS = ["hi", "a red circle", "two big blue squares at the top of a grey scene"]
 

@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fnpipe.pipeline.scenes import draw
-from fnpipe.train.model import VLModel, load_model
+from fnpipe.train.building import load_model
+from fnpipe.train.model import VLModel
 from fnpipe.train.runs import SHIPPED
 
 

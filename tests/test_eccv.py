@@ -21,11 +21,12 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train import eccv, metrics
+from fnpipe.train.building import build_model
 from fnpipe.train.coco import coco_queries, image_name
 from fnpipe.train.eccv import CocoTest, read_coco_test
 from fnpipe.train.evaluate import evaluate_model
 from fnpipe.train.metrics import Scores, precision_of_block, recall_of_block
-from fnpipe.train.model import ModelConfig, build_model
+from fnpipe.train.model import ModelConfig
 from fnpipe.train.pictures import Samples
 
 Table = dict[int, list[int]]
@@ -124,7 +125,7 @@ def rankings(kind: str, n: int, captions: np.ndarray, labels: Labels, images: np
 
 
 @pytest.mark.parametrize("kind", ["random", "best", "worst", "nearly"])
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(folds=st.integers(1, 3), seed=st.integers(0, 2**32 - 1), unreachable=st.integers(0, 2))
 def test_every_figure_equals_that_of_the_package_on_the_same_ranking(
     kind: str, folds: int, seed: int, unreachable: int, tmp_path_factory: pytest.TempPathFactory
@@ -136,7 +137,7 @@ def test_every_figure_equals_that_of_the_package_on_the_same_ranking(
     assert found == pytest.approx(figures_of_the_package(i2t, t2i, images, captions, labels), abs=1e-9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(items=st.integers(1, 6), levels=st.integers(1, 3), seed=st.integers(0, 2**32 - 1))
 def test_tied_items_get_the_mean_of_the_package_over_every_order_of_them(items: int, levels: int, seed: int):
     package = the_package()._metrics

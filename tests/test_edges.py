@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
@@ -134,7 +134,6 @@ def test_unfinished_edges_are_refused_and_the_only_ones_are_the_default(make_wor
         EdgeLookup.open(workspace, "clip")
 
 
-@settings(deadline=None)
 @given(
     n_pairs=st.integers(1, 3_000_000_000),
     rows=st.dictionaries(

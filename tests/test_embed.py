@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,14 +22,11 @@ import open_clip
 import pyarrow.parquet as pq
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 from PIL import Image
 from tiny_encoders import TinyModel, tiny_model
 
 from fnpipe.cli.app import run
-from fnpipe.pipeline.embed import EmbedConfig, embed, encode_texts, lengths, unit_rows
+from fnpipe.pipeline.embed import EmbedConfig, embed
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
@@ -154,9 +150,27 @@ def test_little_shared_memory_is_no_trouble_and_changes_no_byte(make_workspace, 
     def no_processes(*_: Any, **__: Any) -> None:
         raise AssertionError("started a process that shares memory")
 
-    monkeypatch.setattr("fnpipe.pipeline.embed.DataLoader", no_processes)
-    monkeypatch.setattr("fnpipe.pipeline.embed.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr("fnpipe.pipeline.preparing.DataLoader", no_processes)
+    monkeypatch.setattr("fnpipe.pipeline.preparing.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     assert embed_with(workspace, tiny_clip, "--workers", "1", name="short") == expected
+
+
+# A command that is killed with all its processes in the middle of the fourth shard.
+KILLED = """
+import os, signal, sys
+from fnpipe.cli.app import run
+from fnpipe.pipeline import atomic
+
+write = atomic.write_array
+
+def write_some(path, array):
+    if path.name == "img_emb_00003.npy":
+        os.killpg(0, signal.SIGKILL)
+    write(path, array)
+
+atomic.write_array = write_some
+run(sys.argv[1:])
+"""
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
@@ -166,16 +180,10 @@ def test_sigkill_and_resume_give_the_bytes_of_an_uninterrupted_run(make_workspac
     workspace = make_workspace(24, captions=2, pictures=pics, texts=captions(48), images_per_shard=1)
     model = local_directory_model(tiny_clip, tmp_path / "local")
     whole = embed_flags(workspace, model, "whole")
-    command = [sys.executable, "-m", "fnpipe.cli", "embed", str(workspace.root), *model]
-    process = subprocess.Popen(
-        [*command, "--name", "killed", "--threads", "1"], start_new_session=True, stderr=subprocess.DEVNULL
-    )
-    arrays = workspace.root / "embeddings" / "killed" / "img_emb"
-    while process.poll() is None and len(list(arrays.glob("img_emb_*.npy"))) < 3:
-        time.sleep(0.001)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    assert 3 <= len(list(arrays.glob("img_emb_*.npy"))) < 24
+    command = [sys.executable, "-c", KILLED, "embed", str(workspace.root), *model, "--name", "killed", "--threads", "1"]
+    killed = subprocess.run(command, start_new_session=True, stderr=subprocess.DEVNULL)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list((workspace.root / "embeddings" / "killed" / "img_emb").glob("img_emb_*.npy"))) == 3
     assert embed_flags(workspace, model, "killed") == whole
 
 
@@ -261,54 +269,6 @@ def test_a_shard_without_images_is_no_trouble(make_workspace):
     opened = Workspace.open(workspace.root)
     embed(opened, TableEncoder(), EmbedConfig(workers=0))
     assert len(Embeddings.open(opened, "clip").images) == 4
-
-
-@given(
-    rows=hnp.arrays(
-        st.sampled_from([np.float16, np.float32, np.float64]),
-        st.tuples(st.integers(0, 9), st.integers(1, 7)),
-        elements=st.floats(allow_nan=True, allow_infinity=True, width=16),
-    )
-)
-def test_unit_rows_agrees_with_double_precision_and_gives_a_reason_for_every_zero(rows):
-    out, bad = unit_rows(rows)
-    assert out.dtype == np.float16
-    for i, row in enumerate(rows.astype(np.float64)):
-        if not np.isfinite(row).all():
-            assert bad[i] == "not-finite"
-        elif not row.any():
-            assert bad[i] == "zero"
-        else:
-            assert i not in bad
-            np.testing.assert_allclose(out[i], row / np.sqrt((row * row).sum()), atol=1e-3)
-        if i in bad:
-            assert not out[i].any()
-
-
-def test_tiny_and_huge_vectors_keep_their_direction():
-    rows = np.array([[3e-39, 4e-39], [3e38, 0], [3e300, 4e300]])
-    out, bad = unit_rows(rows)
-    np.testing.assert_allclose(out, [[0.6, 0.8], [1, 0], [0.6, 0.8]], atol=1e-3)
-    assert bad == {}
-
-
-@given(
-    tokens=st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=6), min_size=1, max_size=20),
-    batch_size=st.integers(1, 7),
-)
-def test_texts_come_back_in_the_order_they_were_given(tokens, batch_size):
-    class FirstTokenEncoder(TableEncoder):
-        def encode_texts(self, batch: torch.Tensor) -> torch.Tensor:
-            return torch.stack([batch[:, 0], batch[:, 1], (batch > 0).sum(dim=1)], dim=1).float()
-
-    padded = torch.tensor([row + [0] * (8 - len(row)) for row in tokens])
-    rows = encode_texts(FirstTokenEncoder(), padded, batch_size)
-    assert rows.tolist() == [[row[0], row[1] if len(row) > 1 else 0, len(row)] for row in tokens]
-
-
-@pytest.mark.parametrize("pad", [0, 1])
-def test_lengths_count_what_stands_before_the_padding(pad):
-    assert lengths(torch.tensor([[5, 6, pad, pad], [5, pad, pad, pad], [5, 6, 7, 8]])).tolist() == [2, 1, 3]
 
 
 def _peak_memory(root: Path, answers: Any) -> None:

@@ -62,7 +62,7 @@ def test_pixels_of_a_tall_picture_differ_by_the_order_of_the_passes_at_most(resi
         assert difference.mean() <= TURNED_MEAN_STEPS
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     height=st.integers(1, 90),
     width=st.integers(1, 90),

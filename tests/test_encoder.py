@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fnpipe.pipeline.errors import InputError
+from fnpipe.train.building import build_model, save_model
 from fnpipe.train.encoder import RunEncoder, load_encoder
-from fnpipe.train.model import ModelConfig, VLModel, build_model, save_model
+from fnpipe.train.model import ModelConfig, VLModel
 
 
 @pytest.fixture(scope="module")

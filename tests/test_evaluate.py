@@ -19,8 +19,9 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.transform import Transform
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train import evaluate
+from fnpipe.train.building import build_model
 from fnpipe.train.evaluate import evaluate_embeddings, evaluate_model, read_queries, true_pairs
-from fnpipe.train.model import ModelConfig, VLModel, build_model
+from fnpipe.train.model import ModelConfig, VLModel
 from fnpipe.train.pictures import Samples
 
 

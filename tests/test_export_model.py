@@ -22,15 +22,17 @@ from conftest import MakeWorkspace
 from fnpipe.cli.app import run as run_cli
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train import export
+from fnpipe.train.building import build_model, save_model
+from fnpipe.train.config import TINY
 from fnpipe.train.export import export_model
-from fnpipe.train.model import ModelConfig, VLModel, build_model, save_model
-from fnpipe.train.runs import DEFAULT_ARCHITECTURE, load_run
+from fnpipe.train.model import ModelConfig, VLModel
+from fnpipe.train.runs import load_run
 
 README = Path(__file__).parent.parent / "README.md"
 CAPTIONS = ["a small red circle", "", "日本 & naïve CAFÉ's 3rd [MASK]", "!!! ! 0", "many words " * 60]
 
 
-def built(architecture: str = DEFAULT_ARCHITECTURE, **options: Any) -> VLModel:
+def built(architecture: str = TINY, **options: Any) -> VLModel:
     """A model with weights that no initialisation gives, so that a bias or a norm left behind shows."""
     torch.manual_seed(0)
     model = build_model(ModelConfig(architecture=architecture, fusion_layers=1, **options)).eval()
@@ -147,7 +149,7 @@ def clip_words_in_both_forms(tmp_path_factory) -> Any:
     return ours, open_clip.get_tokenizer(f"local-dir:{directory}")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @example(caption="<END_OF_TEXT> is 2 words' <start_of_text>")
 # Libraries differ over which kind of character an unassigned one is.
 @given(caption=st.text(st.characters(exclude_categories=["Cs", "Cn"]), max_size=40))

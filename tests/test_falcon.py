@@ -130,7 +130,6 @@ def moments(policy: Policy, row: np.ndarray, config: PolicyConfig) -> tuple[floa
     return alpha.item(), beta.item()
 
 
-@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     count=st.integers(2, 200),
@@ -171,7 +170,7 @@ def test_a_policy_starts_as_the_beta_that_was_asked_for(alpha: float, beta: floa
         assert [float(v) for v in policy(x[None])] == pytest.approx([alpha, beta])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 1000), scale=st.sampled_from([0.1, 1.0, 100.0]))
 def test_numpy_draws_from_the_distribution_that_torch_learns(seed: int, scale: float):
     scheduler = Scheduler(LOG, seed)
@@ -293,8 +292,8 @@ def last_mean(reward: Callable[[float], float], seed: int, level: str = "batch")
 def test_a_batch_level_policy_follows_a_reward_of_either_sign(sign: int):
     """The reward of the hardest batch lies 1.5 deviations of its noise above that of the easiest."""
     start = 0.5
-    moved = [sign * (last_mean(lambda u: 1.5 * sign * u, seed) - start) for seed in range(10)]
-    assert sum(by > 0.05 for by in moved) >= 9, moved
+    moved = [sign * (last_mean(lambda u: 1.5 * sign * u, seed) - start) for seed in range(5)]
+    assert all(by > 0.05 for by in moved), moved
 
 
 def test_a_policy_that_does_not_learn_stays():

@@ -75,7 +75,7 @@ def made_source(count: int, batch: int, space: int, seed: int) -> FalconSource:
     return FalconSource(members, stored, batch, space, seed)  # type: ignore[arg-type]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     count=st.integers(2, 60),
     batch=st.integers(2, 7),
@@ -438,8 +438,8 @@ def test_processes_agree_on_the_batches_and_the_policy(workspace: Workspace):
 def test_hardness_lies_in_the_last_part_of_the_plain_quantile():
     """Share of true ones among the hardest in-batch negatives, by quantile, on the shipped encoder's embeddings."""
     from fnpipe.pipeline.scenes import draw
+    from fnpipe.train.building import load_model
     from fnpipe.train.falcon import construct, pair_similarities
-    from fnpipe.train.model import load_model
     from fnpipe.train.runs import SHIPPED
 
     count, batch = 4096, 64

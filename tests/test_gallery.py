@@ -18,7 +18,8 @@ from fnpipe.mining.gallery import embeddable, render_page, write_gallery
 from fnpipe.mining.labels import finish_edges
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline import atomic
-from fnpipe.pipeline.workspace import Stage, Workspace
+from fnpipe.pipeline.stage import Stage
+from fnpipe.pipeline.workspace import Workspace
 
 NASTY = "<script>alert(1)</script>"
 WORSE = "</script><img src=x onerror=alert(2)><!-- \u2028 'quoted' & \"more\""
@@ -166,7 +167,7 @@ def visible(page):
 
 
 def wait_for(page, expression):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not page.run(expression):
         assert time.monotonic() < deadline, expression
         time.sleep(0.02)

@@ -28,7 +28,7 @@ def nearest_by_sorting(query, own, rows, owners, k):
     return sorted(sims, key=lambda r: (-sims[r], r))[:k]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(n=st.integers(1, 150), q=st.integers(1, 9), k=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
 def test_exact_search_agrees_with_sorting_also_where_similarities_tie(n, q, k, seed):
     rng = np.random.default_rng(seed)
@@ -43,7 +43,7 @@ def test_exact_search_agrees_with_sorting_also_where_similarities_tie(n, q, k, s
         assert np.isneginf(sims[i, len(expected) :]).all()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(n=st.integers(1, 150), k=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
 def test_the_device_search_agrees_with_the_exact_one(n, k, seed):
     rng = np.random.default_rng(seed)
@@ -143,13 +143,13 @@ def test_a_finished_graph_is_left_alone_and_other_parameters_are_refused(uneven:
 
 
 def test_a_killed_search_goes_on_with_its_blocks_and_ends_in_the_same_bytes(uneven: Workspace, monkeypatch):
-    from fnpipe.mining import graph
+    from fnpipe.mining import searches
 
-    monkeypatch.setattr(graph, "_EXACT_BLOCK", 4)
+    monkeypatch.setattr(searches, "EXACT_BLOCK", 4)
     build_graph(uneven, GraphConfig(k=3))
     stage = uneven.stage("graph/clip")
     digest = stage.digest
-    searched, search_exactly = [], graph.exact_nearest
+    searched, search_exactly = [], searches.exact_nearest
 
     def killed_at_the_second(*args):
         searched.append(1)
@@ -157,13 +157,13 @@ def test_a_killed_search_goes_on_with_its_blocks_and_ends_in_the_same_bytes(unev
             raise KeyboardInterrupt
         return search_exactly(*args)
 
-    monkeypatch.setattr(graph, "exact_nearest", killed_at_the_second)
+    monkeypatch.setattr(searches, "exact_nearest", killed_at_the_second)
     with pytest.raises(KeyboardInterrupt):
         build_graph(uneven, GraphConfig(k=3, overwrite=True))
     written = {p.name for p in (stage.path / "blocks").glob("*.sims.npy")}
     assert "i2t-0000000000.sims.npy" in written
     assert "i2t-0000000004.sims.npy" not in written
-    monkeypatch.setattr(graph, "exact_nearest", lambda *args: (searched.append(1), search_exactly(*args))[1])
+    monkeypatch.setattr(searches, "exact_nearest", lambda *args: (searched.append(1), search_exactly(*args))[1])
     build_graph(uneven, GraphConfig(k=3))
     assert stage.digest == digest
     assert sorted(p.name for p in stage.path.iterdir()) == [

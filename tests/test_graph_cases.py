@@ -9,7 +9,7 @@ import pytest
 
 from conftest import MakeWorkspace
 from fnpipe.mining.graph import Graph, GraphConfig, build_graph
-from fnpipe.pipeline.embed import unit_rows
+from fnpipe.pipeline.encoding import unit_rows
 
 CASES = Path(__file__).parent / "cases" / "embeddings"
 

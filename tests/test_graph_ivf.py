@@ -23,7 +23,7 @@ def topics(rng: np.random.Generator, n: int, d: int = 32) -> tuple[np.ndarray, n
     return tuple(side / np.linalg.norm(side, axis=1, keepdims=True) for side in sides)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     c=st.integers(1, 200), length=st.integers(1, 40), shift=st.sampled_from([-2.0, 0.0, 2.0]), seed=st.integers(0, 999)
 )
@@ -174,12 +174,13 @@ def test_an_ivf_graph_holds_what_an_exact_one_does_and_says_how_much_of_it(large
 
 
 def test_an_ivf_graph_is_the_same_after_a_kill(large: Workspace, monkeypatch):
-    from fnpipe.mining import graph
+    from fnpipe.mining import searches
 
-    monkeypatch.setattr(graph, "_ivf_block", lambda queries: 100)
+    monkeypatch.setattr(searches, "IVF_BLOCK_LEAST", 100)
+    monkeypatch.setattr(searches, "IVF_BLOCK_MOST", 100)
     build_graph(large, GraphConfig(k=4, index="ivf"))
     stage = large.stage("graph/clip")
-    digest, calls, search = stage.digest, [], graph.search_lists
+    digest, calls, search = stage.digest, [], searches.search_lists
 
     def killed(*args, **kwargs):
         calls.append(1)
@@ -187,7 +188,7 @@ def test_an_ivf_graph_is_the_same_after_a_kill(large: Workspace, monkeypatch):
             raise KeyboardInterrupt
         return search(*args, **kwargs)
 
-    monkeypatch.setattr(graph, "search_lists", killed)
+    monkeypatch.setattr(searches, "search_lists", killed)
     with pytest.raises(KeyboardInterrupt):
         build_graph(large, GraphConfig(k=4, index="ivf", overwrite=True))
     assert any((stage.path / "blocks").iterdir())

@@ -50,7 +50,7 @@ def paired_embeddings(draw: st.DrawFn, sizes: st.SearchStrategy[int] = FEW) -> t
     return images.astype(np.float32), texts.astype(np.float32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(paired_embeddings())
 def test_every_start_gives_the_order_of_the_definition(embeddings):
     images, texts = embeddings
@@ -60,7 +60,7 @@ def test_every_start_gives_the_order_of_the_definition(embeddings):
         assert order.tolist() == order_by_the_words(images, texts, start)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(paired_embeddings(st.sampled_from([BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 3 * BLOCK + 7])), st.data())
 def test_spaces_of_several_blocks_of_rows_give_the_order_of_the_definition(embeddings, data):
     images, texts = embeddings
@@ -68,7 +68,7 @@ def test_spaces_of_several_blocks_of_rows_give_the_order_of_the_definition(embed
     assert grit_order(images, texts, start=start).tolist() == order_by_the_words(images, texts, start)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(m=st.integers(1, 400), seed=st.integers(0, 2**32 - 1))
 def test_every_pair_is_drawn_exactly_once(m, seed):
     images, texts = np.random.default_rng(seed).normal(size=(2, m, 8)).astype(np.float32)

@@ -51,7 +51,7 @@ def may_mount(place: Path) -> bool:
 def test_a_full_disk_and_a_read_only_one_end_in_a_line_and_the_rerun_gives_the_same_bytes(tmp_path: Path):
     if not may_mount(tmp_path / "probe"):
         pytest.skip("mounting a small disk takes root on Linux")
-    report = report_of("full_disk.py", "--scenes", "60", "--stages", "shard", "embed", "--room", "0.4")
+    report = report_of("full_disk.py", "--scenes", "30", "--stages", "shard", "embed", "--room", "0.4")
     assert report["failed"] == []
     assert report["ended_full"] == 2
 

@@ -72,7 +72,7 @@ def tied_matrices(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
     return matrix, rng.random((rows, columns)) < 0.4
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tied_matrices())
 def test_recall_is_the_mean_over_every_order_of_the_ties(case: tuple[np.ndarray, np.ndarray]):
     matrix, right = case
@@ -80,7 +80,7 @@ def test_recall_is_the_mean_over_every_order_of_the_ties(case: tuple[np.ndarray,
     assert found == pytest.approx([brute_recall(matrix, right, k) for k in (1, 2, 5)], abs=1e-9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tied_matrices())
 def test_precision_at_r_is_the_mean_over_every_order_of_the_ties(case: tuple[np.ndarray, np.ndarray]):
     matrix, right = case
@@ -95,7 +95,7 @@ def test_a_constant_scorer_gets_what_chance_gets():
     assert precision_at_r(as_scores(matrix), as_positives(right))[0] == pytest.approx(5)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**32 - 1), block=st.integers(1, 200))
 def test_neither_the_order_of_the_items_nor_the_block_size_changes_a_figure(seed: int, block: int):
     rng = np.random.default_rng(seed)
@@ -165,7 +165,7 @@ def test_transposing_twice_gives_the_same_positives():
     assert np.array_equal(there_and_back.starts, as_positives(right).starts)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(tied_matrices(), st.integers(1, 7))
 def test_top_items_are_the_first_of_a_stable_sort(case: tuple[np.ndarray, np.ndarray], k: int):
     matrix, _ = case

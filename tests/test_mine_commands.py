@@ -210,8 +210,9 @@ def test_the_graph_alone_proposes_the_nearest_unrecorded(make_workspace: MakeWor
 def test_a_trained_matching_head_judges_alike_in_any_block(make_workspace: MakeWorkspace):
     import torch
 
+    from fnpipe.train.building import build_model
     from fnpipe.train.con_d import ItmDiscriminator
-    from fnpipe.train.model import ModelConfig, build_model
+    from fnpipe.train.model import ModelConfig
 
     torch.manual_seed(0)
     con_d = ItmDiscriminator(build_model(ModelConfig()), encode_batch=5, fuse_batch=7)

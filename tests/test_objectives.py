@@ -24,6 +24,7 @@ from fnpipe.train.objectives import (
     itm_loss,
     mlm_loss,
     sigmoid_itc_loss,
+    sigmoid_loss,
 )
 
 NAN = math.nan
@@ -200,6 +201,17 @@ def test_consistency_is_the_cross_entropy_to_the_other_direction_and_moves_no_te
     np.testing.assert_allclose(t2i.grad, (r - q) / 6, atol=1e-12)
 
 
+@settings(max_examples=30)
+@given(n=st.integers(1, 6), seed=st.integers(0, 1000))
+def test_the_sigmoid_loss_is_binary_cross_entropy_of_every_combination_asked(n: int, seed: int):
+    rng = np.random.default_rng(seed)
+    logits, asked = torch.from_numpy(4 * rng.normal(size=(n, n))), torch.from_numpy(rng.random((n, n)) < 0.7)
+    positive = torch.eye(n, dtype=torch.bool) | torch.from_numpy(rng.random((n, n)) < 0.3)
+    each = torch.nn.functional.binary_cross_entropy_with_logits(logits, positive.double(), reduction="none")
+    torch.testing.assert_close(sigmoid_loss(logits, positive), each.sum() / n)
+    torch.testing.assert_close(sigmoid_loss(logits, positive, asked), each[asked].sum() / n)
+
+
 def test_sigmoid_loss_labels_mined_positives_plus_one():
     temp, bias = torch.tensor(0.1, dtype=torch.float64), torch.tensor(-1.0, dtype=torch.float64)
     decisions = ecm_decisions(SIM, scores(i0t1=0.9), None, EcmConfig())
@@ -364,7 +376,7 @@ def batches(draw):
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(batches())
 def test_losses_and_gradients_equal_the_slow_transcription(batch):
     results = []
@@ -386,7 +398,7 @@ def test_losses_and_gradients_equal_the_slow_transcription(batch):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(batches())
 def test_no_recorded_pair_is_ever_a_negative_and_targets_are_distributions(batch):
     recorded = torch.tensor(batch.recorded)

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from conftest import MakeWorkspace, flat_colour, png
 from fnpipe.mining.records import Identity, codes_of, combination_keys
 
-ONE_FIXTURE = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ONE_FIXTURE = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["a", "b", "", "ä", "a "]), max_size=12), st.integers(1, 4))
 def test_equal_strings_get_equal_codes_across_chunks(words, size):
     chunks = [pa.array(words[at : at + size], pa.string()) for at in range(0, len(words), size)]

@@ -41,7 +41,7 @@ def regions_by_the_words(captions, images, pivots):
         waiting.append(left[0])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(n=st.integers(1, 40), k=st.integers(1, 4), pivots=st.integers(1, 5), seed=st.integers(0, 2**32 - 1))
 def test_rows_belong_to_the_pivot_that_reaches_them_first(n, k, pivots, seed):
     rng = np.random.default_rng(seed)

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fnpipe.cli.app import run as run_command
@@ -121,7 +121,6 @@ def made_up(scenes: int, seconds: float, mib: float, stages: Sequence[str] = ("d
     return rehearsal.Rehearsal(scenes, {name: {**usage, "facts": {}} for name in stages})
 
 
-@settings(deadline=None)
 @given(power=st.floats(0.3, 2.5), share=st.floats(0, 0.95), scale=st.floats(1e-4, 1e-2))
 def test_growth_finds_the_power_whatever_the_start_takes(power: float, share: float, scale: float):
     start = share * scale * 100_000**power
@@ -167,9 +166,12 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from rehearsal import measure
 
-# The grandchild outlives its parent; its work counts all the same.
-work = "x = bytearray(%d << 20); x[::4096] = b'1' * len(x[::4096]); sum(range(6_000_000)); import time; time.sleep(1)"
-child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {work % 60!r}]); {work % 40}; print('done')"
+# The grandchild outlives its parent, which waits until both hold their memory; its work counts all the same.
+hold = "x = bytearray(%d << 20); x[::4096] = b'1' * len(x[::4096]); sum(range(6_000_000)); import time; "
+grandchild = hold % 60 + "print(flush=True); time.sleep(2)"
+child = "import subprocess, sys; " + hold % 40
+child += f"them = subprocess.Popen([sys.executable, '-c', {grandchild!r}], stdout=subprocess.PIPE); "
+child += "them.stdout.readline(); time.sleep(1); print('done')"
 usage, output = measure([sys.executable, "-c", child], Path(sys.argv[2]))
 print(json.dumps({**asdict(usage), "output": output}))
 """

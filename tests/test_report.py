@@ -246,7 +246,7 @@ def test_steps_of_different_sizes_are_drawn_over_images(tmp_path: Path):
     assert ends[0] == ends[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     low=st.floats(-1e4, 1e4, allow_nan=False),
     size=st.floats(1e-3, 1e4, allow_nan=False),
@@ -286,7 +286,7 @@ def test_an_axis_that_does_not_begin_at_0_says_so(tmp_path: Path):
     assert re.search(r"The axis begins at 0\.\d+, not at 0", page)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(low=st.floats(-1e6, 1e6), size=st.floats(1e-6, 1e6))
 def test_ticks_are_even_and_reach_both_ends(low: float, size: float):
     high = low + size
@@ -300,7 +300,7 @@ def test_ticks_are_even_and_reach_both_ends(low: float, size: float):
     assert np.diff(found) == pytest.approx(found[1] - found[0], rel=1e-3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(n=st.integers(1, 300), points=st.integers(1, 40), seed=st.integers(0, 2**32 - 1))
 def test_a_thinned_curve_is_the_means_of_equal_stretches(n: int, points: int, seed: int):
     rng = np.random.default_rng(seed)

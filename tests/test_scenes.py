@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fnpipe.pipeline.scenes import BACKGROUNDS, COLOURS, FOREIGN, SHAPES, Scenes, draw, render, write_scenes
+from fnpipe.pipeline.scene_graphs import BACKGROUNDS, COLOURS, FOREIGN, SHAPES
+from fnpipe.pipeline.scene_pictures import render
+from fnpipe.pipeline.scenes import Scenes, draw, write_scenes
 
 # The captions' words, written down again: what each stands for.
 COLOUR_OF = {
@@ -95,7 +97,7 @@ def caption_holds(caption: str, objects: list[dict], background: str) -> bool:
     return any(phrase_holds(words, thing) for thing in objects)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(n=st.integers(0, 60), seed=st.integers(0, 2**32 - 1))
 def test_truth_is_what_a_reader_of_the_captions_finds(n: int, seed: int):
     scenes = draw(n, seed)

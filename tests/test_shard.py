@@ -28,11 +28,12 @@ from conftest import MakePairs, flat_colour, png
 from fnpipe.cli.app import run
 from fnpipe.pipeline import finishing, parts
 from fnpipe.pipeline.decode import decode_rgb
+from fnpipe.pipeline.digests import digest_files
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.shard import ShardConfig, shard
 from fnpipe.pipeline.status import status
 from fnpipe.pipeline.storage import read_ranges
-from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace, digest_files
+from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
 
 Shard = Callable[..., Workspace]
 
@@ -424,7 +425,7 @@ def test_workers_of_a_killed_run_end_with_it(make_pairs: MakePairs, tmp_path: Pa
         time.sleep(0.001)
     process.kill()
     process.wait()
-    for _ in range(500):
+    for _ in range(6000):
         try:
             os.killpg(process.pid, 0)
         except ProcessLookupError:

@@ -124,7 +124,7 @@ def test_the_commands_say_how_many_pairs_were_made_wrong(make_pairs: MakePairs, 
     assert "wrong pairs made by --shuffle-captions: 4" in capsys.readouterr().out
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     codes=st.lists(st.tuples(st.integers(0, 6), st.integers(0, 8)), min_size=1, max_size=30),
     share=st.floats(0.05, 1),
@@ -142,7 +142,7 @@ def test_chosen_captions_change_places_and_wrong_means_unrecorded(codes, share, 
         assert is_wrong == ((pictures[pair], captions[giver]) not in recorded)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(n=st.integers(2, 60), seed=st.integers(0, 2**63 - 1))
 def test_where_all_pictures_and_captions_differ_nobody_keeps_their_own(n, seed):
     codes = np.arange(n)

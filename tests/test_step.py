@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from test_objectives import losses_by_loop
 
+from fnpipe.train.building import build_model
 from fnpipe.train.masking import IGNORED, mask_tokens
-from fnpipe.train.model import ModelConfig, VLModel, build_model
+from fnpipe.train.model import ModelConfig, VLModel
 from fnpipe.train.objectives import PLAIN, EcmConfig
 from fnpipe.train.step import StepConfig, StepInput, TrainStep, mask_generator
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,23 +173,25 @@ def test_sigterm_saves_and_stops_and_the_run_goes_on(mafa_workspace: Workspace):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-@pytest.mark.slow
+KILLED = """
+import json, os, signal, sys
+from fnpipe.pipeline.workspace import Workspace
+from fnpipe.train.loop import train
+
+def after_step(step):
+    if step == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+train(Workspace.open(sys.argv[1]), json.loads(sys.argv[2]), run="killed", after_step=after_step)
+"""
+
+
 def test_a_run_killed_by_sigkill_resumes_exactly(mafa_workspace: Workspace):
-    root = mafa_workspace.root
-    flags = ["--method", "mafa", "--epochs", "12", "--threads", "1", "--set", "checkpoint_steps=5"]
-    flags += ["--set", "evaluate_every=0", "--set", "tensorboard=false"]
-    command = [sys.executable, "-m", "fnpipe.cli", "train", str(root), *flags]
-    process = subprocess.Popen([*command, "--run", "killed"], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    state = root / "runs/killed/checkpoints" / STATE
-    deadline = time.monotonic() + 120
-    while not state.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.2)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
+    values = {**MAFA, "checkpoint_steps": 3}
+    command = [sys.executable, "-c", KILLED, str(mafa_workspace.root), json.dumps(values)]
+    assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode == -signal.SIGKILL
     for run in ("killed", "whole"):
-        done = subprocess.run([*command, "--run", run, "--json"], capture_output=True, text=True, check=True)
-        assert json.loads(done.stdout)["steps"] == 72
+        assert train(mafa_workspace, values, run=run)["steps"] == 12
     assert equal(weights(mafa_workspace, "killed"), weights(mafa_workspace, "whole"))
     assert logged(mafa_workspace, "killed") == logged(mafa_workspace, "whole")
 
@@ -416,7 +417,6 @@ def test_options_of_speed_and_memory_train_to_nearly_the_same(make_workspace: Ma
         assert b["mlm"] == pytest.approx(a["mlm"], abs=0.1)
 
 
-@pytest.mark.slow
 def test_compiled_blocks_compute_the_same_under_the_same_names(make_workspace: MakeWorkspace):
     model = starting_model(make_workspace(1), None, None)
     names = list(model.state_dict())
@@ -433,8 +433,8 @@ def test_compiled_blocks_compute_the_same_under_the_same_names(make_workspace: M
         return float(total.detach()), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     plain, plain_grads = gradients()
-    # All of torch.compile but the C++ compiler, which takes minutes.
-    compile_blocks(model, backend="aot_eager")
+    # Of torch.compile the part that reads our code; what it makes of that takes minutes.
+    compile_blocks(model, backend="eager")
     compiled, compiled_grads = gradients()
     assert list(model.state_dict()) == names
     assert any(block._compiled_call_impl is not None for block in model.modules())

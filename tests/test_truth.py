@@ -13,7 +13,7 @@ from conftest import MakeWorkspace
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline.errors import InputError
 
-ONE_FIXTURE = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+ONE_FIXTURE = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def write(path, /, **columns):

@@ -166,7 +166,7 @@ def test_losses_and_gradients_are_those_of_the_slow_transcription(
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     n=st.integers(1, 9),
     tile=st.integers(1, 9),

@@ -71,7 +71,7 @@ def mean_similarity(order, images, texts):
     ])  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(n=st.integers(1, 60), k=st.integers(1, 8), region=st.integers(1, 20), seed=st.integers(0, 2**32 - 1))
 def test_the_walk_is_what_the_words_say_and_draws_every_pair_once(n, k, region, seed):
     rng = np.random.default_rng(seed)

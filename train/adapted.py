@@ -14,18 +14,12 @@ import numpy as np
 import torch
 
 from fnpipe.pipeline import atomic
-from fnpipe.pipeline.embed import (
-    ComputeOptions,
-    EmbedConfig,
-    EmbedSummary,
-    ShardRows,
-    ShardTask,
-    fill,
-    unit_rows,
-)
+from fnpipe.pipeline.embed import EmbedConfig, EmbedSummary, compute_options, fill
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.encoders import digest_weights
+from fnpipe.pipeline.encoding import ShardRows, unit_rows
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.preparing import ShardTask
 from fnpipe.pipeline.progress import Advance
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.adapter import AdapterNet
@@ -65,7 +59,7 @@ def embed_adapted(
         "device": torch.device(device).type,
         "embeddings": source.name,
     }
-    options = ComputeOptions.of(config, str(description["device"]))
+    options = compute_options(config, str(description["device"]))
     reasons = _reasons(source)
 
     def compute(tasks: Iterable[ShardTask], advance: Advance) -> Iterator[ShardRows]:

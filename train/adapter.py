@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from fnpipe.train.objectives import sigmoid_loss
+
 INITIAL_TEMPERATURE = 0.05
 # CLIP's bound on what similarities are multiplied by.
 MAX_SCALE = 100.0
@@ -64,12 +66,6 @@ def infonce_loss(logits: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
     i2t = -(target / target.sum(1, keepdim=True) * logits.log_softmax(1)).sum(1).mean()
     t2i = -(target / target.sum(0, keepdim=True) * logits.log_softmax(0)).sum(0).mean()
     return 0.5 * (i2t + t2i)
-
-
-def sigmoid_loss(logits: torch.Tensor, positive: torch.Tensor) -> torch.Tensor:
-    """SigLIP's loss: every combination alone is right or wrong; summed over a row's texts, mean over rows."""
-    sign = 2 * positive.to(logits.dtype) - 1
-    return -F.logsigmoid(sign * logits).sum(1).mean()
 
 
 def adapter_loss(

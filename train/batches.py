@@ -20,7 +20,7 @@ from fnpipe.mining.grouping import read_plan
 from fnpipe.mining.members import Members
 from fnpipe.mining.records import Identity
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Stage
+from fnpipe.pipeline.stage import Stage
 from fnpipe.train.augment import Augment, augment_tiny
 from fnpipe.train.pictures import FittedPictures, Samples
 from fnpipe.train.stream import MaterializedPictures

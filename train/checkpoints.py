@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.model import VLModel, save_model
+from fnpipe.train.building import save_model
+from fnpipe.train.model import VLModel
 from fnpipe.train.runs import CHECKPOINTS
 from fnpipe.train.tensorfile import write_state
 

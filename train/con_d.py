@@ -13,7 +13,9 @@ import torch
 from fnpipe.pipeline.encoders import digest_weights, pick_precision
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.model import Keys, VLModel, load_model
+from fnpipe.train.building import load_model
+from fnpipe.train.fusion import Keys
+from fnpipe.train.model import VLModel
 from fnpipe.train.runs import model_file
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from fnpipe.pipeline.encoders import digest_weights
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.model import VLModel, load_model
+from fnpipe.train.building import load_model
+from fnpipe.train.model import VLModel
 from fnpipe.train.runs import model_file
 from fnpipe.train.tokenizer import CaptionTokenizer
 

@@ -21,6 +21,7 @@ from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.progress import Advance, progress
 from fnpipe.pipeline.workspace import Workspace
+from fnpipe.train.config import TEST
 from fnpipe.train.metrics import Positives, Scores, cosine_scores, reranked_scores, retrieval, top_items
 from fnpipe.train.model import VLModel
 from fnpipe.train.pictures import Samples
@@ -82,7 +83,7 @@ def by_retrieval(truth: Truth | None) -> Measure:
 
 def default_split(workspace: Workspace) -> str:
     """``test`` if there is such a split, else ``all``."""
-    return "test" if "test" in workspace.splits() else "all"
+    return TEST if TEST in workspace.splits() else "all"
 
 
 def read_queries(workspace: Workspace, on: str | None = None, limit: int | None = None, seed: int = 0) -> Queries:

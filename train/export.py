@@ -25,7 +25,9 @@ import torch
 from fnpipe.pipeline import atomic, lock
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train import tiny
-from fnpipe.train.model import VLModel, architecture_layout, without_warnings
+from fnpipe.train.building import architecture_layout, without_warnings
+from fnpipe.train.config import TINY
+from fnpipe.train.model import VLModel
 from fnpipe.train.tokenizer import write_tokenizer
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"
@@ -88,7 +90,7 @@ def _export(model: VLModel, target: Path) -> ExportedModel:
         model=model.config.architecture,
         logit_scale=float(tensors["logit_scale"].exp()),
         logit_bias=None if bias is None else float(bias),
-        needs=tiny.__name__ if model.config.architecture == tiny.TINY else None,
+        needs=tiny.__name__ if model.config.architecture == TINY else None,
         difference=difference,
     )
 

@@ -27,16 +27,18 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
-from fnpipe.pipeline.workspace import FORMAT_VERSION, Workspace
+from fnpipe.pipeline.stage import FORMAT_VERSION
+from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.adapter import AdapterNet, adapter_loss
 from fnpipe.train.batches import BatchSource, EpochPlan, RandomBatches, WithoutPairs
 from fnpipe.train.checkpoints import STATE, Position, restore, truncate
+from fnpipe.train.config import TEST
 from fnpipe.train.evaluate import Queries, read_queries
-from fnpipe.train.frozen_config import FROZEN_METHODS, TEST, FrozenConfig, VacsrConfig, resolve_frozen
+from fnpipe.train.frozen_config import FROZEN_METHODS, FrozenConfig, VacsrConfig, resolve_frozen
 from fnpipe.train.frozen_evaluate import evaluate_frozen
 from fnpipe.train.frozen_runs import FrozenModel, describe_source, save_frozen
 from fnpipe.train.inputs import check_batch_size, file_digest, planned_batches
-from fnpipe.train.log import Log, plot_losses, read_metrics
+from fnpipe.train.log import Log, epoch_line, plot_losses, read_metrics
 from fnpipe.train.loop import asked_values, begin_record, deterministic, require_inputs, stop_signals
 from fnpipe.train.processes import choose_device
 from fnpipe.train.runs import CHECKPOINTS, CONFIG, METRICS, read_run_config, run_directory
@@ -308,10 +310,7 @@ class FrozenTraining:
         due = last or (config.evaluate_every and self.position.epoch % config.evaluate_every == 0)
         figures = self._evaluate(epoch) if self.queries is not None and due else {}
         self.log.length()
-        lines = [line for line in read_metrics(self.directory, "step") if line["epoch"] == epoch]
-        said = [f"{name} {np.mean([line[name] for line in lines]):.3f}" for name in config.losses if name in lines[0]]
-        said += [f"{k} {figures[k]:.1f}" for k in ("tr_r1", "ir_r1", "map_at_r") if k in figures]
-        self.report(f"epoch {epoch + 1} of {config.epochs}: {', '.join(said)}")
+        self.report(epoch_line(self.directory, epoch, config.epochs, config.losses, figures))
         self._save()
 
     def _evaluate(self, epoch: int) -> dict[str, float]:

@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train.adapter import AdapterNet
+from fnpipe.train.config import TEST
 from fnpipe.train.vacsr import TILE, LossConfig, VacsrNet
 from fnpipe.train.values import check_bounds, check_choices
 
 VACSR, ADAPTER = "vacsr", "adapter"
 # What 12 epochs of 8,192 pairs are in batches of 64; more changed nothing.
 STEPS = 1536
-TEST = "test"
 
 _INF = float("inf")
 # Hidden units, in widths of the embeddings. A VACSR of one width tells foreign combinations apart less well by .03 in

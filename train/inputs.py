@@ -13,9 +13,11 @@ from fnpipe.mining.members import members_of, read_members
 from fnpipe.mining.records import Identity
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.digests import digest_files
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Stage, Workspace, digest_files
+from fnpipe.pipeline.stage import Stage
+from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.batches import BatchSource, PlannedBatches, RandomBatches, WithoutPairs
 from fnpipe.train.config import TINY, TrainConfig
 from fnpipe.train.falcon_batches import FalconSource

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,17 @@ def read_metrics(directory: Path, kind: str) -> list[dict[str, Any]]:
     """The lines of one kind (``step``, ``evaluation``) of a run's ``metrics.jsonl``, in order."""
     with (directory / METRICS).open(encoding="utf-8") as file:
         return [line for line in map(json.loads, file) if line["kind"] == kind]
+
+
+def epoch_line(
+    directory: Path, epoch: int, epochs: int | None, names: Sequence[str], figures: Mapping[str, float]
+) -> str:
+    """How an epoch went, for people: the means of ``names`` over its steps, and the figures of an evaluation."""
+    lines = [line for line in read_metrics(directory, "step") if line["epoch"] == epoch]
+    means = {name: sum(line[name] for line in lines) / len(lines) for name in names if name in lines[0]}
+    said = [f"{name} {mean:.3f}" for name, mean in means.items()]
+    said += [f"{name} {figures[name]:.1f}" for name in ("tr_r1", "ir_r1", "map_at_r") if name in figures]
+    return f"epoch {epoch + 1} of {epochs}: {', '.join(said)}"
 
 
 def plot_losses(directory: Path, losses: list[str]) -> Path:

@@ -17,8 +17,9 @@ import torch
 from fnpipe.mining.discriminators import Discriminator
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.stage import FORMAT_VERSION
 from fnpipe.pipeline.workers import available_cpus
-from fnpipe.pipeline.workspace import FORMAT_VERSION, Workspace
+from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.batches import share
 from fnpipe.train.con_d import load_discriminator
 from fnpipe.train.config import FREE_ON_RESUME, TINY, TrainConfig, make_config, resolve

@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from fnpipe.mining.labels import check_thresholds
-from fnpipe.pipeline.errors import InputError
+from fnpipe.train.config import CHOICES
+from fnpipe.train.values import check_choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +36,7 @@ class EcmConfig:
 
     def __post_init__(self) -> None:
         check_thresholds(self.tau_low, self.tau_high)
-        choices = {
-            "false_negatives": ("positive", "drop", "ignore"),
-            "unscored": ("negative", "next"),
-            "second": ("plain", "next-negative"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise InputError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}")
+        check_choices(self, {key: CHOICES[key] for key in ("false_negatives", "unscored", "second")})
 
 
 # Methods without ECM: every hardest negative is a negative.
@@ -271,6 +265,18 @@ def consistency_loss(logits_i2t: torch.Tensor, logits_t2i: torch.Tensor) -> torc
     return (one_way(logits_i2t, logits_t2i) + one_way(logits_t2i, logits_i2t)) / 2
 
 
+def sigmoid_loss(logits: torch.Tensor, positive: torch.Tensor, asked: torch.Tensor | None = None) -> torch.Tensor:
+    """SigLIP's pairwise loss: every combination is a binary question, summed over a row's texts, mean over rows.
+
+    Args:
+        logits: (B, N), images as rows. positive: (B, N) bool; the rest are negatives.
+        asked: (B, N) bool, which combinations count; None: all.
+    """
+    sign = positive.to(logits.dtype) * 2 - 1
+    loss = -F.logsigmoid(sign * logits)
+    return (loss if asked is None else loss * asked).sum(1).mean()
+
+
 def sigmoid_itc_loss(
     sim_i2t: torch.Tensor,
     temp: torch.Tensor,
@@ -278,18 +284,17 @@ def sigmoid_itc_loss(
     decisions: Decisions,
     recorded: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """SigLIP's pairwise loss: every combination is a binary question, summed over a row's texts.
+    """`sigmoid_loss` in the place of ITC.
 
-    Recorded pairs and new positives of either direction have label +1, the rest -1; what either direction drops is left
-    out. S-ITC has no counterpart here.
+    Recorded pairs and new positives of either direction are positive, the rest negative; what either direction drops is
+    left out. S-ITC has no counterpart here.
     """
     own = torch.eye(len(sim_i2t), dtype=torch.bool, device=sim_i2t.device)
     positive = own | decisions.positives_i2t | decisions.positives_t2i.T
     if recorded is not None:
         positive = positive | recorded
     asked = ~(decisions.dropped_i2t | decisions.dropped_t2i.T)
-    sign = positive.to(sim_i2t.dtype) * 2 - 1
-    return -(F.logsigmoid(sign * (sim_i2t / temp + bias)) * asked).sum() / len(sim_i2t)
+    return sigmoid_loss(sim_i2t / temp + bias, positive, asked)
 
 
 # ---------------------------------------------------------------------------------------------------- matching, tokens

@@ -17,12 +17,13 @@ from typing import Any
 
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.model import ModelConfig, VLModel, build_model, load_model
+from fnpipe.train.building import build_model, load_model
+from fnpipe.train.config import TINY
+from fnpipe.train.model import ModelConfig, VLModel
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
-DEFAULT_ARCHITECTURE = "fnpipe-tiny"
 
 _ASSETS = Path(__file__).parent / "assets"
 # The checkpoints that come with the package, by the name under which they are asked for.
@@ -134,7 +135,7 @@ def starting_model(
     """
     wanted = {key: value for key, value in (options or {}).items() if value is not None}
     if init is None:
-        return build_model(ModelConfig(architecture=architecture or DEFAULT_ARCHITECTURE, **wanted)).train()
+        return build_model(ModelConfig(architecture=architecture or TINY, **wanted)).train()
     file = model_file(init, workspace)
     if init in SHIPPED or init.startswith("run:") or is_our_file(file):
         return _ours(init, file, architecture, wanted).train()

@@ -14,8 +14,9 @@ from fnpipe.train.agreement import hardest_pairs
 from fnpipe.train.batches import Batch
 from fnpipe.train.coca import CAPTION_WEIGHT
 from fnpipe.train.frozen_config import HIDDEN
+from fnpipe.train.fusion import Keys
 from fnpipe.train.masking import IGNORED, mask_tokens
-from fnpipe.train.model import Keys, VLModel
+from fnpipe.train.model import VLModel
 from fnpipe.train.objectives import (
     Decisions,
     EcmConfig,

@@ -10,7 +10,7 @@ from typing import Any
 import fsspec
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Stage
+from fnpipe.pipeline.stage import Stage
 
 _HEADER = 512
 

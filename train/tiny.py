@@ -14,7 +14,9 @@ from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-TINY, ALBEF = "fnpipe-tiny", "albef-base"
+from fnpipe.train.config import TINY
+
+ALBEF = "albef-base"
 _ASSETS = Path(__file__).parent / "assets"
 
 

@@ -23,14 +23,14 @@ from fnpipe.train.agreement import agreement
 from fnpipe.train.augment import make_augment
 from fnpipe.train.batches import Batch, FullPixels, Loader, Pixels, TinyPixels, share
 from fnpipe.train.checkpoints import load_state, save_state, save_weights, truncate
-from fnpipe.train.config import TrainConfig
+from fnpipe.train.config import TEST, TrainConfig
 from fnpipe.train.evaluate import Queries, evaluate_model
 from fnpipe.train.falcon_batches import FalconSource
 from fnpipe.train.falcon_config import ITG
 from fnpipe.train.falcon_training import Falcon
 from fnpipe.train.frozen_runs import save_beside
 from fnpipe.train.inputs import Inputs
-from fnpipe.train.log import Log, plot_losses, plot_quantiles, read_metrics
+from fnpipe.train.log import Log, epoch_line, plot_losses, plot_quantiles, read_metrics
 from fnpipe.train.model import VLModel
 from fnpipe.train.objectives import Decisions, EcmConfig
 from fnpipe.train.pictures import FittedPictures
@@ -51,8 +51,6 @@ Report = Callable[[str], None]
 AfterStep = Callable[[int], None]
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Weights are never chosen by this split: what is reported on it would be too good.
-TEST = "test"
 
 
 class Training:
@@ -370,12 +368,8 @@ class Training:
     def _epoch_line(self, epoch: int, figures: Mapping[str, float]) -> str:
         assert self.log is not None
         self.log.length()
-        lines = [line for line in read_metrics(self.directory, "step") if line["epoch"] == epoch]
         names = (*self._loss_names(), "coverage", "q", "reward")
-        means = {k: np.mean([line[k] for line in lines]) for k in names if k in lines[0]}
-        said = [f"{name} {value:.3f}" for name, value in means.items()]
-        said += [f"{k} {figures[k]:.1f}" for k in ("tr_r1", "ir_r1", "map_at_r") if k in figures]
-        return f"epoch {epoch + 1} of {self.config.epochs}: {', '.join(said)}"
+        return epoch_line(self.directory, epoch, self.config.epochs, names, figures)
 
     def _loss_names(self) -> list[str]:
         config = self.config

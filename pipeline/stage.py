@@ -1,0 +1,209 @@
+"""Stages: the directories that the commands after ``shard`` fill, and the record of what was made from what.
+
+A stage's ``meta.json`` says with which parameters and from which inputs (by digest) it was made. That record carries
+three laws: a finished stage run again changes nothing, a stage is never continued with other parameters, and a stage
+whose inputs have changed since is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fnpipe.pipeline import atomic, lock
+from fnpipe.pipeline.digests import digest_files
+from fnpipe.pipeline.errors import InputError
+
+if TYPE_CHECKING:
+    from fnpipe.pipeline.workspace import Workspace
+
+# Of ``fnpipe.json`` and of every ``meta.json``.
+FORMAT_VERSION = 1
+META = "meta.json"
+LOCK = ".lock"
+
+_META_KEYS: dict[str, type] = {"params": dict, "inputs": dict, "digest": str}
+
+# The command that makes a stage, by the first part of its name.
+MADE_BY = {
+    "embeddings": "embed",
+    "graph": "build-graph",
+    "groups": "group",
+    "edges": "mine-connections",
+    "runs": "train",
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One directory of the workspace, filled by one stage, described by its ``meta.json``."""
+
+    workspace: Workspace
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return self.workspace.root / self.name
+
+    @property
+    def command(self) -> str:
+        return f"fnpipe {MADE_BY.get(self.name.partition('/')[0], self.name)}"
+
+    def meta(self) -> dict[str, Any] | None:
+        """What ``meta.json`` says, or None where the stage was never begun.
+
+        Raises:
+            InputError: it is damaged.
+        """
+        meta = read_object(self.path / META)
+        if meta is not None:
+            for key in _META_KEYS if meta.get("complete") else ("params", "inputs"):
+                if not isinstance(meta.get(key), _META_KEYS[key]):
+                    raise InputError(f"{self.path / META}: damaged (no {key!r}); run `{self.command}` with --overwrite")
+        return meta
+
+    @property
+    def digest(self) -> str:
+        """The digest of what the finished stage holds: equal bytes, equal digest."""
+        meta = self.meta()
+        if meta is None or not meta.get("complete"):
+            raise InputError(f"{self.path}: not finished; run `{self.command}` again")
+        return str(meta["digest"])
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the stage against a second run of it, and the workspace against a sharding.
+
+        Raises:
+            InputError: one of them is at work; the message says who, and since when.
+        """
+        root = self.workspace.root
+        with (
+            lock.held(root / LOCK, self.command, root, shared=True),
+            lock.beside(self.path, self.command),
+        ):
+            yield
+
+    def begin(self, params: Mapping[str, Any], inputs: Mapping[str, str], *, overwrite: bool = False) -> bool:
+        """Start or continue the stage; True when there is work to do, False when it is finished already.
+
+        Args:
+            params: every parameter that changes the bytes, as JSON values.
+            inputs: what it is made from: ``{"pairs": workspace.digest, "embeddings/clip": stage.digest}``.
+            overwrite: throw away what is there and start afresh.
+
+        Raises:
+            InputError: the stage was begun with other parameters or from other inputs.
+        """
+        if overwrite and self.path.exists():
+            shutil.rmtree(self.path)
+        made_with = json.loads(json.dumps({"params": dict(params), "inputs": dict(inputs)}))
+        meta = self.meta()
+        if meta is None:
+            atomic.write_json(self.path / META, {"format": FORMAT_VERSION, **made_with, "complete": False})
+        else:
+            self._refuse_mixing(meta, made_with)
+            if meta.get("complete"):
+                return False
+        atomic.sweep(self.path)
+        return True
+
+    def finish(self, outputs: Sequence[str | Path], **facts: Any) -> dict[str, Any]:
+        """Mark the stage as finished: digest its ``outputs`` and record ``facts``.
+
+        Args:
+            outputs: names inside the stage, or whole paths, hashed in this order.
+        """
+        meta = self.meta() or {}
+        meta = {
+            **facts,
+            **meta,
+            "complete": True,
+            "digest": digest_files([self._inside(p) for p in outputs], self.path),
+        }
+        atomic.write_json(self.path / META, meta)
+        return meta
+
+    def _inside(self, output: str | Path) -> Path:
+        # A workspace may be named by a relative path; a whole path then begins with it and must not get it twice.
+        path = Path(output)
+        return path if path.is_relative_to(self.path) else self.path / path
+
+    def require(self) -> dict[str, Any]:
+        """``meta.json`` of a stage that is finished and whose inputs are still those it was made from.
+
+        Raises:
+            InputError: it is missing, unfinished, or stale.
+        """
+        meta = self.meta()
+        if meta is None:
+            raise InputError(f"{self.path}: not there; run `{self.command}` first")
+        if not meta.get("complete"):
+            raise InputError(f"{self.path}: not finished; run the same `{self.command}` command again")
+        for name, digest in meta["inputs"].items():
+            self._require_fresh(name, digest)
+        return meta
+
+    def number(self, *keys: str) -> int:
+        """A whole number that ``meta.json`` of the finished stage holds, such as ``number("params", "epochs")``.
+
+        Raises:
+            InputError: the stage is none that `require` passes, or there is no such number.
+        """
+        value: Any = self.require()
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if type(value) is not int:
+            raise InputError(f"{self.path / META}: damaged (no {keys[-1]!r}); run `{self.command}` with --overwrite")
+        return value
+
+    def _require_fresh(self, name: str, digest: str) -> None:
+        stale = InputError(f"{self.path}: made from other {name}; run `{self.command}` again with --overwrite")
+        if name == "pairs":
+            if digest != self.workspace.digest:
+                raise stale
+        elif name.partition("/")[0] in MADE_BY and not name.startswith("runs/"):
+            source = self.workspace.stage(name)
+            # An input that was thrown away cannot contradict what was made from it.
+            if source.meta() is not None and source.digest != digest:
+                raise stale
+
+    def _refuse_mixing(self, meta: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]]) -> None:
+        for part in ("params", "inputs"):
+            before, now = meta[part], wanted[part]
+            for key in sorted(before.keys() | now.keys()):
+                if before.get(key) != now.get(key):
+                    what = key if part == "params" else f"input {key}"
+                    # A graph is named after its embeddings; everything else has a name of its own.
+                    other = "" if self.name.startswith("graph/") else "use another --name, or "
+                    raise InputError(
+                        f"{self.path}: started with {what} {_show(before.get(key))}, now {_show(now.get(key))}; "
+                        f"{other}--overwrite to start afresh"
+                    )
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object that a JSON file of ours holds; None where there is no file.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: damaged ({error}); delete it and run the stage again") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: damaged (not an object); delete it and run the stage again")
+    return value
+
+
+def _show(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -90,6 +90,12 @@ def test_search_spaces_do_not_mix(clustered):
     assert sorted(map(sorted, small)) == sorted(map(sorted, random)), "same shuffle, same spaces"
 
 
+def test_how_many_rows_are_read_at_a_time_changes_no_plan(clustered, monkeypatch):
+    whole = plan_of(clustered, batch_size=6, search_space=12)
+    monkeypatch.setattr("fnpipe.mining.grouping._READ_ROWS", 12)
+    assert plan_of(clustered, batch_size=6, search_space=12, name="in-parts").equals(whole)
+
+
 def similarity_of_neighbours(workspace, plan):
     embeddings = Embeddings.open(workspace)
     images, texts = (

@@ -1,6 +1,6 @@
 """Does a small network on frozen embeddings pay: VACSR and its readings, tower adapters, and what they must beat?
 
-    python benchmarks/vacsr.py DIR                      # drawn scenes: 25 minutes of one core; goes on where it stopped
+    python benchmarks/vacsr.py DIR                      # drawn scenes: an hour of one core; goes on where it stopped
     python benchmarks/vacsr.py DIR --emoji EMOJI        # real pictures too: a folder with pairs.json and truth.parquet
     python benchmarks/vacsr.py DIR --quick              # fewer pairs and rows, one seed: 2 minutes
     python benchmarks/vacsr.py DIR --seeds 1 --only foreign   # some of it; --report trains nothing
@@ -327,7 +327,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def _place(row: dict[str, Any]) -> tuple[int, int]:
     order = [f"{name}{noise}" for name in (IN_DOMAIN, RESTYLED, FOREIGN_DOMAIN, EMOJI) for noise in ("", ", shuffled")]
-    return order.index(row["setting"]), [*FIXED, *ADAPTERS, "mlp, bce", "vacsr"].index(row["row"])
+    return order.index(row["setting"]), [*FIXED, *ADAPTERS, "mlp, bce", "vacsr", "vacsr, skip"].index(row["row"])
 
 
 def _cell(values: list[float], column: str) -> str:

@@ -33,7 +33,8 @@ def grit_order(image_embeddings: np.ndarray, text_embeddings: np.ndarray, *, sta
     if not 0 <= start < len(image_embeddings):
         raise ValueError(f"start {start} is none of the {len(image_embeddings)} rows")
     images, texts = np.asarray(image_embeddings, np.float32), np.asarray(text_embeddings, np.float32)
-    sim_i2t = images @ texts.T
+    with np.errstate(invalid="ignore", over="ignore"):  # said below
+        sim_i2t = images @ texts.T
     # An image that is not finite has no finite similarity to any text, nor such a text to any image.
     if not (np.isfinite(sim_i2t[:, 0]).all() and np.isfinite(sim_i2t[0]).all()):
         raise ValueError("embeddings are NaN or infinite, or too large for a product in float32")

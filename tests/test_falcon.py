@@ -192,6 +192,17 @@ def test_a_snapshot_keeps_the_weights_of_its_moment():
     assert scheduler.snapshot().parameters(x) != before
 
 
+def test_a_reward_is_worth_what_it_is_beside_those_before_it():
+    scheduler, rng = Scheduler(PolicyConfig(), 0), np.random.default_rng(0)
+    draws = Draws(np.linspace(-1, 1, 32)[None], np.array([0.5]), np.array([0.5]))
+    for _ in range(40):
+        scheduler.learn([(draws, float(rng.normal()))])
+    worth = scheduler.baseline.worth(2.0)
+    assert 0 < worth < 3.0
+    assert scheduler.learn([(draws, 2.0)])["advantage"] == worth
+    assert scheduler.baseline.worth(2.0) != worth
+
+
 @pytest.mark.parametrize(("level", "draws"), [("anchor", 9), ("batch", 1)])
 def test_there_is_a_draw_for_every_anchor_or_one_for_the_batch(level: str, draws: int):
     config = PolicyConfig(level=level, log_scale=False, alpha=2.0, beta=2.0)

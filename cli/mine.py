@@ -234,14 +234,15 @@ def inspect_command(
     edges: EdgesOption = None,
     label: Annotated[str | None, typer.Option(help="Only positive, ambiguous or negative.")] = None,
     source: Annotated[str | None, typer.Option(help="Only discriminator or identity.")] = None,
-    limit: Annotated[int, typer.Option(help="Rows, the most probable first.")] = 20,
+    limit: Annotated[int, typer.Option(help="Rows in the terminal, the most probable first.")] = 20,
     truth: Annotated[
         str | None, typer.Option(metavar="FILE", help="Mark rows as true or false, and measure all edges.")
     ] = None,
     tau_high: Annotated[float | None, typer.Option(help="See the labels of another threshold.")] = None,
     tau_low: Annotated[float | None, typer.Option(help="See the labels of another threshold.")] = None,
     html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write everything found as one page with pictures.")
+        str | None,
+        typer.Option(metavar="FILE", help="Write what was found as one page with pictures."),
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:
@@ -262,7 +263,9 @@ def inspect_command(
     thresholds = config.thresholds(stage)
     view = inspect_edges(stage, config, known)
     accuracy = stage_against_truth(stage, known, thresholds) if known is not None else None
-    page = write_gallery(opened, stage, html, known, thresholds=thresholds) if html is not None else None
+    page = None
+    if html is not None:
+        page = write_gallery(opened, stage, html, known, label=label, source=source, thresholds=thresholds)
     summary = {
         "edges": stage.name.partition("/")[2],
         "labels": view.labels,
@@ -317,7 +320,8 @@ def _render_summary(workspace: str, summary: MineSummary, too_sure: str | None =
     if too_sure:
         print(
             f"{too_sure}'s p is far too sure of candidates, which were picked for their similarity: "
-            "label with --positive-share, or fit it with --calibrate-on"
+            f"label by rank with fnpipe relabel {shlex.quote(workspace)} --edges {shlex.quote(summary.edges)} "
+            "--positive-share 0.01, or judge with --calibrate-on"
         )
     where = f"{shlex.quote(workspace)} --edges {shlex.quote(summary.edges)}"
     print(f"look at them: fnpipe inspect {where} --html report.html")

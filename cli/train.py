@@ -22,7 +22,7 @@ def train_command(
     model: Annotated[
         str | None, typer.Option(help="fnpipe-tiny (default), albef-base, or an open_clip architecture.")
     ] = None,
-    init: Annotated[str | None, typer.Option(help="Start from a checkpoint file, run:NAME, or demo.")] = None,
+    init: Annotated[str | None, typer.Option(help="A checkpoint file, run:NAME, demo, or a tag of --model.")] = None,
     groups: Annotated[
         str | None, typer.Option(help="The plan. Default: the only GRIT plan for grit and mafa, else random batches.")
     ] = None,

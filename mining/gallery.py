@@ -28,6 +28,7 @@ from fnpipe.mining.labels import labels_of
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.decode import MAX_PIXELS, decode_or_none
+from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.storage import read_ranges
 from fnpipe.pipeline.workspace import Workspace
@@ -41,6 +42,12 @@ THREADS = 4
 
 # The kinds of connection that the page shows, and the share of the room that each may take before others lend it.
 _SHARES = {"positive": 0.6, "ambiguous": 0.25, "identity": 0.15}
+# Their labels and sources.
+_DESCRIBED = {
+    "positive": ("positive", "discriminator"),
+    "ambiguous": ("ambiguous", "discriminator"),
+    "identity": ("positive", "identity"),
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,8 @@ def write_gallery(
     path: str | Path,
     truth: Truth | None = None,
     *,
+    label: str | None = None,
+    source: str | None = None,
     thresholds: tuple[float, float] | None = None,
     max_edges: int = MAX_EDGES,
 ) -> GallerySummary:
@@ -69,11 +78,26 @@ def write_gallery(
     what is seen is as good or bad as what is there. The figures on top are of all edges.
 
     Args:
+        label, source: only these; None for all that was found. Identity edges are positive.
         truth: marks every connection as true or false, and adds precision and recall.
         thresholds: (low, high) to label by instead of the stored labels.
+
+    Raises:
+        InputError: no connection has this label and source: they would be negative, or identical and ambiguous.
     """
     meta = edges.require()
-    found = _read_connections(edges, thresholds)
+    kinds = {
+        kind
+        for kind, described in _DESCRIBED.items()
+        if label in (None, described[0]) and source in (None, described[1])
+    }
+    if not kinds:
+        asked = " ".join(f"--{name} {value}" for name, value in (("label", label), ("source", source)) if value)
+        raise InputError(f"{path}: the page shows what was found, and nothing that was is {asked}; leave that out")
+    found = {
+        kind: table if kind in kinds else table.slice(0, 0)
+        for kind, table in _read_connections(edges, thresholds).items()
+    }
     chosen = {
         kind: _evenly(table, size) for (kind, table), size in zip(found.items(), _room(found, max_edges), strict=True)
     }

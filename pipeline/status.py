@@ -171,7 +171,9 @@ def _next(root: Path, stages: list[dict[str, str]]) -> str:
             name = shlex.quote(unfinished["name"].partition("/")[2])
             named = {"runs": f" --run {name} --resume", "graph": f" --embeddings {name}"}.get(kind, f" --name {name}")
             again = " --overwrite" if unfinished["state"] in ("out of date", GONE) else ""
-            return f"fnpipe {command} {shlex.quote(str(root))}{named}{again}, with the flags it was begun with"
+            # A run knows how it was begun.
+            flags = "" if kind == "runs" else ", with the flags it was begun with"
+            return f"fnpipe {command} {shlex.quote(str(root))}{named}{again}{flags}"
     return f"fnpipe evaluate {shlex.quote(str(root))} --run {_last_run(stages)}"
 
 

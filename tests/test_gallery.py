@@ -18,6 +18,7 @@ from fnpipe.mining.gallery import embeddable, render_page, write_gallery
 from fnpipe.mining.labels import finish_edges
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.workspace import Workspace
 
@@ -136,6 +137,33 @@ def test_the_page_can_be_seen_under_other_thresholds(small, tmp_path):
     data = data_of((tmp_path / "r.html").read_text())
     assert data["counts"] == {"positive": 1, "ambiguous": 4, "identity": 1}
     assert data["tau"] == [0.15, 0.92]
+
+
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        ({"label": "ambiguous"}, {"ambiguous"}),
+        ({"label": "positive"}, {"positive", "identity"}),
+        ({"source": "identity"}, {"identity"}),
+        ({"label": "positive", "source": "discriminator"}, {"positive"}),
+    ],
+)
+def test_the_page_holds_the_label_and_source_that_were_asked_for(small, tmp_path, asked, shown):
+    workspace, stage = small
+    write_gallery(workspace, stage, tmp_path / "all.html")
+    write_gallery(workspace, stage, tmp_path / "some.html", **asked)
+    every, some = (data_of((tmp_path / f"{name}.html").read_text())["counts"] for name in ("all", "some"))
+    assert all(every.values())
+    assert some == {kind: count if kind in shown else 0 for kind, count in every.items()}
+
+
+def test_a_page_of_what_was_not_found_is_refused(small, tmp_path):
+    workspace, stage = small
+    with pytest.raises(InputError, match="--label negative"):
+        write_gallery(workspace, stage, tmp_path / "r.html", label="negative")
+    with pytest.raises(InputError, match="--label ambiguous --source identity"):
+        write_gallery(workspace, stage, tmp_path / "r.html", label="ambiguous", source="identity")
+    assert not (tmp_path / "r.html").exists()
 
 
 def test_nothing_found_makes_a_page_too(make_workspace: MakeWorkspace, tmp_path):

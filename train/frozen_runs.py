@@ -193,10 +193,12 @@ def fitting_embeddings(
         return Embeddings.open(workspace, fitting[0])
     if fitting:
         raise InputError(f"{workspace.root}: several embeddings fit {name} ({', '.join(fitting)}); use --embeddings")
-    encoder = f"--model {shlex.quote(model.source['model'])}" if "model" in model.source else "the same encoder"
+    encoder = str(model.source.get("model", ""))
+    # An architecture's name says nothing about the weights, which came from a checkpoint or from fnpipe itself.
+    flag = f"--model {shlex.quote(encoder)}" if encoder.startswith("run:") else "the --model that made them"
     raise InputError(
-        f"{workspace.root}: no finished embeddings of the encoder that {name} was trained on; "
-        f"run `fnpipe embed {shlex.quote(str(workspace.root))}` with {encoder} first"
+        f"{workspace.root}: no finished embeddings of the encoder that {name} was trained on ({encoder or 'unknown'}); "
+        f"run `fnpipe embed {shlex.quote(str(workspace.root))}` with {flag} first"
     )
 
 

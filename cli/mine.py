@@ -241,8 +241,7 @@ def inspect_command(
     tau_high: Annotated[float | None, typer.Option(help="See the labels of another threshold.")] = None,
     tau_low: Annotated[float | None, typer.Option(help="See the labels of another threshold.")] = None,
     html: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Write what was found as one page with pictures."),
+        str | None, typer.Option(metavar="FILE", help="Write what was found as one page with pictures.")
     ] = None,
     as_json: JsonFlag = False,
 ) -> None:

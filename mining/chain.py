@@ -23,7 +23,8 @@ def grit_order(image_embeddings: np.ndarray, text_embeddings: np.ndarray, *, sta
 
     Returns:
         (M,) int64: every row once, ``start`` first. Equal similarities go to the lower row. The similarities are one
-        float32 product ``image_embeddings @ text_embeddings.T``, which takes 4 M^2 bytes.
+        float32 product ``image_embeddings @ text_embeddings.T``, which takes 4 M^2 bytes; the chain takes a sixteenth
+        of that beside it.
 
     Raises:
         ValueError: the shapes differ, ``start`` is no row, or a value is NaN or infinite.

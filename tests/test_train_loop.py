@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import open_clip
 import pyarrow as pa
 import pytest
 import torch
@@ -383,6 +384,25 @@ def test_averaged_weights_are_saved_for_use_and_resumed_exactly(make_workspace: 
     found = weights(workspace, "whole")
     assert max(float((mean[k] - found[k].double()).abs().max()) for k in mean) < 1e-6
     assert not equal(found, weights(workspace, "raw"))
+
+
+def test_averaged_weights_have_the_statistics_of_batch_normalisation(make_workspace: MakeWorkspace, tmp_path: Path):
+    vision = {"image_size": 32, "layers": [1, 1, 1, 1], "width": 8, "patch_size": None}
+    text = {"context_length": 16, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 1}
+    config = tmp_path / "small-resnet.json"
+    config.write_text(json.dumps({"embed_dim": 32, "vision_cfg": vision, "text_cfg": text}))
+    open_clip.add_model_config(config)
+    values = {**FAST, "method": "itc", "model": "small-resnet", "batch_size": 4, "augment": "none", "fusion_layers": 1}
+    train(make_workspace(8), {**values, "ema_decay": 0.5}, run="mean")
+    workspace = Workspace.open(tmp_path / "workspace")
+    train(workspace, values, run="raw")
+    mean, raw = weights(workspace, "mean"), weights(workspace, "raw")
+    statistics = [k for k in raw if k.endswith(("running_mean", "running_var", "num_batches_tracked"))]
+    assert statistics
+    # The average trains nothing, so that both runs have seen the same.
+    assert all(torch.equal(mean[key], raw[key]) for key in statistics)
+    assert all(int(mean[key]) == 4 for key in statistics if key.endswith("tracked"))
+    assert not equal(mean, raw)
 
 
 def test_recorded_pairs_that_are_doubted_are_left_out(mafa_workspace: Workspace):

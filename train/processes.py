@@ -6,11 +6,16 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from fnpipe.pipeline.errors import InputError
+
+# For what the first process does alone while the others wait: an evaluation may take hours. A process that dies is
+# noticed at once all the same, because its connections close.
+_PATIENCE = timedelta(days=7)
 
 
 @dataclass(frozen=True)
@@ -19,11 +24,14 @@ class Processes:
 
     Attributes:
         rank, world: 0 and 1 when alone. device: where this process computes.
+        waiting: the group that `wait` waits in; None: the default one. Its time limit is longer than that of the steps'
+            collectives, of which one that does not return is a fault.
     """
 
     rank: int
     world: int
     device: torch.device
+    waiting: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
@@ -62,9 +70,9 @@ class Processes:
         return parts
 
     def wait(self) -> None:
-        """Wait until all processes are here."""
+        """Wait until all processes are here, however long the first one takes."""
         if self.world > 1:
-            dist.barrier()
+            dist.barrier(self.waiting)
 
 
 def is_first() -> bool:
@@ -100,7 +108,8 @@ def processes(device: str) -> Iterator[Processes]:
     if ours:
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
+        waiting = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        yield Processes(dist.get_rank(), dist.get_world_size(), chosen, waiting)
     finally:
         if ours:
             dist.destroy_process_group()

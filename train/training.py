@@ -224,6 +224,9 @@ class Training:
         decay = min(self.config.ema_decay, (1 + step) / (10 + step))
         with torch.no_grad():
             torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - decay)
+            # Batch normalisation's statistics are means already, and its counters whole numbers.
+            for mine, theirs in zip(self.average.buffers(), self.model.buffers(), strict=True):
+                mine.copy_(theirs)
 
     @property
     def product(self) -> VLModel:

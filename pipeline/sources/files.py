@@ -8,6 +8,7 @@ import itertools
 import os
 import re
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -17,6 +18,7 @@ from fnpipe.pipeline.storage import filesystem, is_remote, local_path
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _GZIP_MARK = b"\x1f\x8b"
 _BRACES = re.compile(r"\{([^{}]*)\}")
+_LONGEST_LINE = 1 << 26
 
 
 def exists(path: str) -> bool:
@@ -93,6 +95,18 @@ def open_text(path: str) -> io.TextIOWrapper:
     if start == b"\xef\xbb\xbf":
         raw.read(3)
     return io.TextIOWrapper(raw, "utf-8", "surrogateescape", newline="")
+
+
+def bounded_lines(text: IO[str], path: str) -> Iterator[str]:
+    """The lines of a text, none of which may take all memory.
+
+    Raises:
+        InputError: a line is longer than any row.
+    """
+    while line := text.readline(_LONGEST_LINE):
+        if len(line) == _LONGEST_LINE and line[-1] not in "\r\n":
+            raise InputError(f"{path}: it has a line of more than {_LONGEST_LINE:,} characters, which is no row")
+        yield line
 
 
 def peek(raw: IO[bytes], n: int) -> bytes:

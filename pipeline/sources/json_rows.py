@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.sources.files import open_text, parent, size_of
+from fnpipe.pipeline.sources.files import bounded_lines, open_text, parent, size_of
 from fnpipe.pipeline.sources.jsonstream import JsonStream
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.source import IMAGE_FIELDS, ReadOptions, Source, Tools
@@ -61,7 +61,7 @@ def read_json(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) 
 def read_json_lines(path: str, entries: EntryReader) -> None:
     """Read one JSON object per line; a line that is none is a quarantined row."""
     with open_text(path) as text:
-        for number, line in enumerate(text, 1):
+        for number, line in enumerate(bounded_lines(text, path), 1):
             if not line.strip():
                 continue
             try:

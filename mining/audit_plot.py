@@ -11,6 +11,7 @@ import numpy as np
 
 from fnpipe.mining.audit import Audit
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.destination import destination
 from fnpipe.pipeline.errors import InputError
 
 FORMATS = (".png", ".html")
@@ -20,7 +21,7 @@ def check_plot_path(path: str) -> Path:
     """The path, if a plot can be written there in the format its ending names."""
     if Path(path).suffix not in FORMATS:
         raise InputError(f"--plot {path}: the name must end in {' or '.join(FORMATS)}")
-    return Path(path)
+    return destination(path)
 
 
 def write_plot(audit: Audit, path: Path) -> None:

@@ -193,7 +193,7 @@ def _score_recorded(stage: Stage, judge: Judge) -> None:
 def _join(parts: Iterable[Path], path: Path) -> None:
     with (
         atomic.replacing(path) as temporary,
-        pq.ParquetWriter(temporary, RECORDED_SCHEMA, compression="zstd") as writer,
+        pq.ParquetWriter(temporary, RECORDED_SCHEMA, **atomic.PARQUET) as writer,
     ):
         for part in parts:
-            writer.write_table(pq.read_table(part))
+            writer.write_table(atomic.read_table(part, schema=RECORDED_SCHEMA))

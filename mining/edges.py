@@ -97,17 +97,20 @@ def read_part(stage: Stage, path: Path, columns: Sequence[str] | None = None) ->
     Raises:
         InputError: it is damaged: other columns, nulls, ids that the workspace has not, a p outside of [0, 1].
     """
-    table = atomic.read_table(path, columns, EDGES_SCHEMA, filled=_FILLED)
-    limits = {"image_id": stage.workspace.n_images - 1, "pair_id": stage.workspace.n_pairs - 1, "match_probability": 1}
-    for name, limit in limits.items():
-        if len(table) and name in table.column_names:
-            values = table[name].to_numpy()
-            # A NaN fails this comparison as well.
-            if not 0 <= values.min() <= values.max() <= limit:
-                raise InputError(f"{path}: damaged ({name} outside of 0 to {limit}); make it again with --overwrite")
+    workspace, number = stage.workspace, path.stem.rpartition("-")[2]
+    # A part holds the images of one shard; by its number, one that changed places with another is found.
+    mine = slice(int(number), int(number) + 2) if number.isdigit() and int(number) < workspace.n_shards else slice(None)
+    first, *_, stop = workspace.image_starts[mine].tolist()
+    spans = {"image_id": (first, stop), "pair_id": (0, workspace.n_pairs)}
+    table = atomic.read_table(path, columns, EDGES_SCHEMA, filled=_FILLED, spans=spans)
+    if len(table) and "match_probability" in table.column_names:
+        p = table["match_probability"].to_numpy()
+        # A NaN fails this comparison as well.
+        if not 0 <= p.min() <= p.max() <= 1:
+            raise atomic.damaged(path, "match_probability outside of 0 to 1")
     for name, known in (("label", LABELS), ("source", SOURCES)):
         if name in table.column_names and (codes_in(table[name], known) == UNSCORED).any():
-            raise InputError(f"{path}: damaged (an unknown {name}); make it again with --overwrite")
+            raise atomic.damaged(path, f"an unknown {name}")
     return table
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from fnpipe.mining.edges import LABELS, NEGATIVE, POSITIVE, codes_in, edge_parts, read_part
-from fnpipe.pipeline import atomic, lock
+from fnpipe.pipeline import atomic
+from fnpipe.pipeline.destination import new_directory
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.storage import read_ranges
@@ -89,26 +89,12 @@ def export(workspace: Workspace, edges: Stage, form: str, directory: str | Path)
     if form not in FORMS:
         raise InputError(f"--to {form}: one of {', '.join(FORMS)}{nearest(form, list(FORMS))}")
     edges.require()
-    target = Path(directory)
-    with lock.beside(target, "fnpipe export"):
-        return _export(workspace, edges, form, target)
-
-
-def _export(workspace: Workspace, edges: Stage, form: str, target: Path) -> ExportSummary:
-    if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
-        raise InputError(f"{target}: holds something already; name a new directory")
-    # Written beside it and renamed, so that a killed export leaves no half of one.
-    unfinished = target.parent / f"{atomic.TEMPORARY_PREFIX}{target.name}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
     tally = _Tally()
     records = tally.counting(_records(workspace, edges))
     write = {"open_clip": _write_open_clip, "sentence-transformers": _write_sentence_transformers, "hf": _write_hf}
-    rows = write[form](records, unfinished)
-    if target.is_dir():
-        target.rmdir()
-    unfinished.rename(target)
-    return ExportSummary(form, str(target), tally.images, tally.recorded, tally.mined, rows)
+    with new_directory(directory, "fnpipe export") as unfinished:
+        rows = write[form](records, unfinished)
+    return ExportSummary(form, str(directory), tally.images, tally.recorded, tally.mined, rows)
 
 
 class _Tally:
@@ -205,8 +191,8 @@ def _write_sentence_transformers(shards: Iterator[list[_ImageRecord]], directory
     """Labelled pairs, and triplets: an image, each caption that is true of it, the most probable one that is not."""
     counts = {"pairs.parquet": 0, "triplets.parquet": 0}
     with (
-        pq.ParquetWriter(directory / "pairs.parquet", LABELLED_SCHEMA, compression="zstd") as pairs,
-        pq.ParquetWriter(directory / "triplets.parquet", TRIPLETS_SCHEMA, compression="zstd") as triplets,
+        pq.ParquetWriter(directory / "pairs.parquet", LABELLED_SCHEMA, **atomic.PARQUET) as pairs,
+        pq.ParquetWriter(directory / "triplets.parquet", TRIPLETS_SCHEMA, **atomic.PARQUET) as triplets,
     ):
         for records in shards:
             labelled: list[tuple[str, str, float, str]] = []
@@ -240,7 +226,9 @@ def _write_hf(shards: Iterator[list[_ImageRecord]], directory: Path) -> dict[str
             )
             for record in records
         ]
-        with pq.ParquetWriter(directory / "data" / f"train-{number:05d}.parquet", HF_SCHEMA) as writer:
+        with pq.ParquetWriter(
+            directory / "data" / f"train-{number:05d}.parquet", HF_SCHEMA, write_page_checksum=True
+        ) as writer:
             _write_rows(writer, rows, HF_SCHEMA)
         count += len(rows)
     return {"data/train-*.parquet": count}

@@ -28,6 +28,7 @@ from fnpipe.mining.labels import labels_of
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.decode import MAX_PIXELS, decode_or_none
+from fnpipe.pipeline.destination import destination
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.storage import read_ranges
@@ -85,7 +86,7 @@ def write_gallery(
     Raises:
         InputError: no connection has this label and source: they would be negative, or identical and ambiguous.
     """
-    meta = edges.require()
+    target, meta = destination(path), edges.require()
     kinds = {
         kind
         for kind, described in _DESCRIBED.items()
@@ -119,7 +120,7 @@ def write_gallery(
         "images": images,
     }
     page = render_page(data)
-    atomic.write_bytes(Path(path), page)
+    atomic.write_bytes(target, page)
     return GallerySummary(str(path), data["shown"], data["total"], len(images), len(page))
 
 

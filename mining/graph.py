@@ -42,6 +42,8 @@ DEVICES = ("auto", "cpu", "cuda")
 MOST_NEIGHBOURS = 4096
 # Entries of lists that are compared at a time when recall is taken.
 _COMPARED = 1 << 26
+# Ids that are looked at a time when a graph is opened: 32 MiB.
+_CHECKED = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +105,9 @@ class Graph:
         self.meta = stage.require()
         self.stage = stage
         self.k = stage.number("params", "k")
-        self.i2t_ids, self.i2t_sims = _mapped(stage.path, "i2t", (stage.workspace.n_images, self.k))
-        self.t2i_ids, self.t2i_sims = _mapped(stage.path, "t2i", (stage.workspace.n_pairs, self.k))
+        images, pairs = stage.workspace.n_images, stage.workspace.n_pairs
+        self.i2t_ids, self.i2t_sims = _mapped(stage.path, "i2t", (images, self.k), pairs)
+        self.t2i_ids, self.t2i_sims = _mapped(stage.path, "t2i", (pairs, self.k), images)
 
     @classmethod
     def open(cls, workspace: Workspace, name: str | None = None) -> Graph:
@@ -112,17 +115,25 @@ class Graph:
         return cls(workspace.resolve("graph", name, "--embeddings"))
 
 
-def _mapped(directory: Path, direction: str, shape: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+def _mapped(directory: Path, direction: str, shape: tuple[int, int], candidates: int) -> tuple[np.ndarray, np.ndarray]:
     arrays = []
     for path, dtype in zip(_paths(directory, direction), (np.int64, np.float16), strict=True):
         array = atomic.map_array(path)
         if array.shape != shape or array.dtype != dtype:
-            raise InputError(
-                f"{path}: damaged ({array.dtype} of shape {array.shape}, not {np.dtype(dtype)} of {shape}); "
-                "make it again with --overwrite"
-            )
+            raise atomic.damaged(path, f"{array.dtype} of shape {array.shape}, not {np.dtype(dtype)} of {shape}")
         arrays.append(array)
+    _check_ids(_paths(directory, direction)[0], arrays[0], candidates)
     return arrays[0], arrays[1]
+
+
+def _check_ids(path: Path, ids: np.ndarray, candidates: int) -> None:
+    """See that neighbours are pads or ids that there are: compiled code looks them up without asking again."""
+    step = max(1, _CHECKED // max(1, ids.shape[1]))
+    for start in range(0, len(ids), step):
+        block = ids[start : start + step]
+        low, high = int(block.min()), int(block.max())
+        if low < -1 or high >= candidates:
+            raise atomic.damaged(path, f"ids {low} to {high}, outside of -1 to {candidates - 1}")
 
 
 def _paths(directory: Path, direction: str) -> tuple[Path, Path]:

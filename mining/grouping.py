@@ -220,11 +220,24 @@ def plan_epochs(stage: Stage) -> int:
 def read_plan(stage: Stage, epoch: int) -> pa.Table:
     """The plan of a training epoch (``PLAN_SCHEMA``, in batch and slot order), taken modulo the planned epochs."""
     path = plan_path(stage, epoch % plan_epochs(stage))
-    plan = atomic.read_table(path, schema=PLAN_SCHEMA, filled=PLAN_SCHEMA.names)
-    for name, limit in (("image_id", stage.workspace.n_images), ("pair_id", stage.workspace.n_pairs)):
-        if len(plan) and not 0 <= plan[name].to_numpy().min() <= plan[name].to_numpy().max() < limit:
-            raise InputError(f"{path}: damaged ({name} outside of 0 to {limit - 1}); make it again with --overwrite")
+    workspace = stage.workspace
+    spans = {"image_id": (0, workspace.n_images), "pair_id": (0, workspace.n_pairs)}
+    plan = atomic.read_table(path, schema=PLAN_SCHEMA, filled=PLAN_SCHEMA.names, spans=spans)
+    _check_plan(path, workspace, *(plan[name].to_numpy() for name in PLAN_SCHEMA.names))
     return plan
+
+
+def _check_plan(
+    path: Path, workspace: Workspace, batch: np.ndarray, slot: np.ndarray, image_ids: np.ndarray, pair_ids: np.ndarray
+) -> None:
+    """Refuse a plan, of (n,) arrays, whose batches and slots do not count on, or whose pairs are of other shards."""
+    first = slot == 0
+    follows = (np.cumsum(first) - 1 == batch) & (first | (slot == np.roll(slot, 1) + 1))
+    if len(slot) and not (first[0] and follows.all()):
+        raise atomic.damaged(path, "batches and slots out of order")
+    # Which image each pair belongs to would have to be read; the shard of both is known.
+    if (workspace.shards_of(image_ids) != workspace.shards_of_pairs(pair_ids)).any():
+        raise atomic.damaged(path, "a pair of another image")
 
 
 def plan_epoch(

@@ -44,7 +44,8 @@ def caption_images(workspace: Workspace) -> np.ndarray:
     """
     images = pair_images(workspace)
     if "shuffled" in workspace.manifest["counts"]:
-        shuffled = atomic.read_table(workspace.root / SHUFFLED)
+        spans = {"pair_id": (0, len(images)), "caption_image_id": (0, workspace.n_images)}
+        shuffled = atomic.read_table(workspace.root / SHUFFLED, spans=spans)
         images = images.copy()
         images[shuffled["pair_id"].to_numpy()] = shuffled["caption_image_id"].to_numpy()
     return images

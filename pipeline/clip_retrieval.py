@@ -213,7 +213,7 @@ def _workspace_names(workspace: Workspace) -> tuple[np.ndarray, np.ndarray, np.n
     """(images,) digests each of path, key and content, in image_id order."""
     paths, keys, pictures = [], [], []
     for shard in range(workspace.n_shards):
-        table = pq.read_table(workspace.images_path(shard), columns=["image", "key"])
+        table = workspace.read_images(["image", "key"], shard=shard)
         paths.append(_digests(table["image"].to_pylist()))
         keys.append(_digests(table["key"].to_pylist()))
         pairs = workspace.read_pairs(["image_id", "image_sha256"], shard=shard)
@@ -223,7 +223,7 @@ def _workspace_names(workspace: Workspace) -> tuple[np.ndarray, np.ndarray, np.n
 
 
 def _pair_rows(workspace: Workspace, shard: int, pairs: _Lookup) -> np.ndarray:
-    table = pq.read_table(workspace.images_path(shard), columns=["image_id", "image", "key"])
+    table = workspace.read_images(["image_id", "image", "key"], shard=shard)
     recorded = workspace.read_pairs(["image_id", "caption"], shard=shard)
     at = recorded["image_id"].to_numpy() - int(workspace.image_starts[shard])
     captions = [clean_caption(caption) for caption in recorded["caption"].to_pylist()]
@@ -285,7 +285,7 @@ def _require_all_matched(workspace: Workspace, folder: Folder, match: Match) -> 
     found = []
     if len(images):
         shard = int(np.searchsorted(workspace.image_starts, images[0], side="right")) - 1
-        table = pq.read_table(workspace.images_path(shard), columns=["image"])
+        table = workspace.read_images(["image"], shard=shard)
         name = table["image"][int(images[0] - workspace.image_starts[shard])].as_py()
         found.append(f"{len(images):,} of {workspace.n_images:,} images (first: image_id {images[0]}, {name!r})")
     if len(pairs):

@@ -18,7 +18,7 @@ import pyarrow as pa
 import torch
 
 from fnpipe.pipeline import atomic
-from fnpipe.pipeline.embeddings import BAD_SCHEMA, image_array_path, text_array_path
+from fnpipe.pipeline.embeddings import BAD_SCHEMA, image_array_path, read_bad, text_array_path
 from fnpipe.pipeline.encoders import Encoder
 from fnpipe.pipeline.encoding import ComputeOptions, ShardRows, embed_shards
 from fnpipe.pipeline.errors import InputError
@@ -221,7 +221,7 @@ def remove_parts(stage: Stage) -> None:
 
 
 def count_bad(stage: Stage) -> dict[str, int]:
-    reasons = atomic.read_table(stage.path / "bad.parquet")["reason"].to_pylist()
+    reasons = read_bad(stage)["reason"].to_pylist()
     return {reason: reasons.count(reason) for reason in sorted(set(reasons))}
 
 

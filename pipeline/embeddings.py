@@ -8,7 +8,6 @@ import numpy as np
 import pyarrow as pa
 
 from fnpipe.pipeline import atomic
-from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.mapped import map_arrays
 from fnpipe.pipeline.memory import total_memory
 from fnpipe.pipeline.stage import Stage
@@ -41,10 +40,8 @@ class Rows:
         self._maps = map_arrays(paths, "shard again with more --images-per-shard")
         for path, part, rows in zip(paths, self._maps, np.diff(starts), strict=True):
             if part.shape != (rows, width) or part.dtype.kind != "f":
-                raise InputError(
-                    f"{path}: damaged ({part.dtype} of shape {part.shape}, not floats of {(int(rows), width)}); "
-                    "make it again with --overwrite"
-                )
+                what = f"{part.dtype} of shape {part.shape}, not floats of {(int(rows), width)}"
+                raise atomic.damaged(path, what)
 
     def __len__(self) -> int:
         return int(self.starts[-1])
@@ -112,7 +109,7 @@ class Embeddings:
         shards = range(workspace.n_shards)
         self.images = Rows([image_array_path(stage.path, s) for s in shards], workspace.image_starts, self.width)
         self.texts = Rows([text_array_path(stage.path, s) for s in shards], workspace.pair_starts, self.width)
-        bad = atomic.read_table(stage.path / "bad.parquet")
+        bad = read_bad(stage)
         self.bad_images = _sorted_ids(bad["image_id"])
         self.bad_pairs = _sorted_ids(bad["pair_id"])
 
@@ -128,6 +125,12 @@ class Embeddings:
     @property
     def name(self) -> str:
         return self.stage.name.partition("/")[2]
+
+
+def read_bad(stage: Stage) -> pa.Table:
+    """``bad.parquet`` (``BAD_SCHEMA``) of embeddings: what has no embedding, and why."""
+    spans = {"image_id": (0, stage.workspace.n_images), "pair_id": (0, stage.workspace.n_pairs)}
+    return atomic.read_table(stage.path / "bad.parquet", schema=BAD_SCHEMA, spans=spans)
 
 
 def _sorted_ids(column: pa.ChunkedArray) -> np.ndarray:

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.digests import digest_files
@@ -71,7 +70,7 @@ def write_tables(
     repeated = _repeated_keys(parts, shards) if in_place else None
     image_id = pair_id = 0
     for shard in range(shards):
-        part = pq.read_table(part_path(parts, shard))
+        part = atomic.read_table(part_path(parts, shard))
         if not len(part):
             continue
         if repeated is not None:
@@ -101,7 +100,7 @@ def write_quarantine(root: Path, parts: Path, shards: int, bad_rows: pa.Table, n
     """Write ``quarantine.parquet``, in the order of the sources and their rows; return the count of each reason."""
     tables = [bad_rows]
     tables += [
-        pq.read_table(quarantine_path(parts, shard))
+        atomic.read_table(quarantine_path(parts, shard))
         for shard in range(shards)
         if quarantine_path(parts, shard).exists()
     ]
@@ -122,7 +121,7 @@ def _draw(parts: Path, shards: int, holdout: float | None) -> pa.Array | None:
         return None
     found = []
     for shard in range(shards):
-        part = pq.read_table(part_path(parts, shard), columns=["rank", "split"])
+        part = atomic.read_table(part_path(parts, shard), columns=["rank", "split"])
         found.append(np.unique(part.filter(pc.is_null(part["split"]))["rank"].to_numpy()))
     ranks = np.concatenate(found)
     return np.unique(ranks[held_out(ranks, holdout)])
@@ -145,7 +144,9 @@ def _swaps(parts: Path, shards: int, drawn: np.ndarray | None, share: float, see
     """Which captions change places; holds the captions of all pairs, unlike everything else here."""
     tables, images = [], 0
     for shard in range(shards):
-        part = pq.read_table(part_path(parts, shard), columns=["position", "rank", "split", "caption", "image_sha256"])
+        part = atomic.read_table(
+            part_path(parts, shard), columns=["position", "rank", "split", "caption", "image_sha256"]
+        )
         first, inside = _images_in(part)
         columns = [_splits(part, drawn), part["caption"].cast(pa.large_string()), part["image_sha256"], images + inside]
         tables.append(pa.table(dict(zip(("split", "caption", "image_sha256", "image"), columns, strict=True))))
@@ -176,7 +177,7 @@ def _repeated_keys(parts: Path, shards: int) -> pa.Array:
     """The keys that stand for more than one image of a data set that keeps its keys."""
     keys = []
     for shard in range(shards):
-        part = pq.read_table(part_path(parts, shard), columns=["position", "key"])
+        part = atomic.read_table(part_path(parts, shard), columns=["position", "key"])
         first = np.flatnonzero(np.diff(part["position"].to_numpy(), prepend=-1))
         keys.append(part["key"].take(first))
     counts = pc.value_counts(pa.concat_tables([pa.table({"key": key}) for key in keys])["key"])

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
+import pyarrow.compute as pc
 
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.claim import alone, begin, clear, describe_input, inputs_unchanged, require_room
@@ -273,7 +273,8 @@ def _require_something_kept(root: Path, plan: Plan, tally: Tally) -> None:
     for number, source in enumerate(plan.sources):
         if tally.kept[number]:
             continue
-        table = pq.read_table(root / "quarantine.parquet", filters=[("source", "=", source.name)])
+        table = atomic.read_table(root / "quarantine.parquet")
+        table = table.filter(pc.equal(table["source"], source.name))
         reasons = Counter(table["reason"].to_pylist())
         first = table.slice(0, 1).to_pylist()[0]
         hint = "; is --image-root right?" if first["reason"] in ("missing-file", "path-escape") else ""

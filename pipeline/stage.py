@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fnpipe.pipeline import atomic, lock
 from fnpipe.pipeline.digests import digest_files
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.made_by import MADE_BY
 
 if TYPE_CHECKING:
     from fnpipe.pipeline.workspace import Workspace
@@ -28,15 +29,6 @@ META = "meta.json"
 LOCK = ".lock"
 
 _META_KEYS: dict[str, type] = {"params": dict, "inputs": dict, "digest": str}
-
-# The command that makes a stage, by the first part of its name.
-MADE_BY = {
-    "embeddings": "embed",
-    "graph": "build-graph",
-    "groups": "group",
-    "edges": "mine-connections",
-    "runs": "train",
-}
 
 
 @dataclass(frozen=True)

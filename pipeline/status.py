@@ -13,9 +13,10 @@ import pyarrow.compute as pc
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import image_array_path, text_array_path
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.made_by import MADE_BY
 from fnpipe.pipeline.parts import PARTS
 from fnpipe.pipeline.shard import ShardConfig, summary_of
-from fnpipe.pipeline.stage import MADE_BY, Stage
+from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.storage import is_remote, local_path
 from fnpipe.pipeline.workspace import MANIFEST, RUN_CONFIG, Workspace, read_manifest
 

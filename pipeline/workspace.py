@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ import pyarrow.compute as pc
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.decode import MAX_PIXELS
 from fnpipe.pipeline.errors import InputError, nearest
-from fnpipe.pipeline.stage import FORMAT_VERSION, MADE_BY, META, Stage, read_object
+from fnpipe.pipeline.made_by import MADE_BY
+from fnpipe.pipeline.stage import FORMAT_VERSION, META, Stage, read_object
 
 MANIFEST = "fnpipe.json"
 RUN_CONFIG = "config.json"
@@ -113,6 +115,10 @@ class Workspace:
         """(n,) int64: the shard of each of (n,) image_ids."""
         return np.searchsorted(self.image_starts, image_ids, side="right") - 1
 
+    def shards_of_pairs(self, pair_ids: np.ndarray) -> np.ndarray:
+        """(n,) int64: the shard of each of (n,) pair_ids."""
+        return np.searchsorted(self.pair_starts, pair_ids, side="right") - 1
+
     def shard_url(self, shard: int) -> str:
         """Where the tar of ``shard`` lies: an absolute local path, or an fsspec URL."""
         url = str(self.manifest["shards"][shard])
@@ -129,7 +135,9 @@ class Workspace:
         read = None if columns is None else list(dict.fromkeys([*columns, *(["split"] if split else [])]))
         parts = []
         for number in shards:
-            part = atomic.read_table(self.pairs_path(number), read, PAIRS_SCHEMA, filled=PAIRS_SCHEMA.names)
+            ids = _span(self.pair_starts, number)
+            spans = {"image_id": _span(self.image_starts, number), "shard": (number, number + 1)}
+            part = _whole(self.pairs_path(number), PAIRS_SCHEMA, read, "pair_id", ids, spans)
             if split is not None:
                 part = part.filter(pc.equal(part["split"], split))
             parts.append(part if columns is None else part.select(list(columns)))
@@ -143,7 +151,7 @@ class Workspace:
         shards = range(self.n_shards) if shard is None else [shard]
         read = None if columns is None else list(columns)
         return pa.concat_tables(
-            atomic.read_table(self.images_path(s), read, IMAGES_SCHEMA, filled=IMAGES_SCHEMA.names) for s in shards
+            _whole(self.images_path(s), IMAGES_SCHEMA, read, "image_id", _span(self.image_starts, s)) for s in shards
         )
 
     def splits(self) -> dict[str, int]:
@@ -213,6 +221,34 @@ def read_manifest(root: Path) -> dict[str, Any] | None:
     if len(set(map(len, per_shard))) > 1:
         raise InputError(f"{root / MANIFEST}: damaged (shards without a count); shard again with --overwrite")
     return manifest
+
+
+def _whole(
+    path: Path,
+    schema: pa.Schema,
+    columns: Sequence[str] | None,
+    dense: str,
+    ids: tuple[int, int],
+    spans: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+) -> pa.Table:
+    """The table of one shard, which must hold the ids that the manifest counts, each once and in order.
+
+    Args:
+        dense: the column of the ids. ids: the first, and the first of the next shard.
+
+    Raises:
+        InputError: it is damaged, or another shard's.
+    """
+    table = atomic.read_table(path, columns, schema, filled=schema.names, spans={dense: ids, **spans})
+    if len(table) != ids[1] - ids[0]:
+        raise atomic.damaged(path, f"{len(table):,} rows, not {ids[1] - ids[0]:,}")
+    if dense in table.column_names and not np.array_equal(table[dense].to_numpy(), np.arange(*ids)):
+        raise atomic.damaged(path, f"{dense} not in order")
+    return table
+
+
+def _span(starts: np.ndarray, shard: int) -> tuple[int, int]:
+    return int(starts[shard]), int(starts[shard + 1])
 
 
 def _fits(value: Any, kind: type | tuple[type, type]) -> bool:

@@ -21,7 +21,7 @@ from fnpipe.cli.app import run
 from fnpipe.pipeline import lock
 from fnpipe.pipeline.claim import alone
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.stage import MADE_BY
+from fnpipe.pipeline.made_by import MADE_BY
 
 HOLD = """
 import sys, time

@@ -88,8 +88,11 @@ def write_edges(workspace: Workspace, judged: list[tuple[int, int, float]], name
     }
     stage = workspace.stage(f"edges/{name}")
     stage.begin({"tau_low": 0.5, "tau_high": 0.8}, {"pairs": workspace.digest})
-    atomic.write_table(stage.path / "part-00000.parquet", pa.table(columns, EDGES_SCHEMA))
-    stage.finish(["part-00000.parquet"])
+    table, shards = pa.table(columns, EDGES_SCHEMA), workspace.shards_of(np.array(columns["image_id"], np.int64))
+    parts = [stage.path / f"part-{shard:05d}.parquet" for shard in range(workspace.n_shards)]
+    for shard, part in enumerate(parts):
+        atomic.write_table(part, table.filter(pa.array(shards == shard)))
+    stage.finish(parts)
 
 
 def weights(workspace: Workspace, run: str, checkpoint: str = "last") -> dict[str, torch.Tensor]:

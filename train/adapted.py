@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embed import EmbedConfig, EmbedSummary, compute_options, fill
-from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.pipeline.embeddings import Embeddings, read_bad
 from fnpipe.pipeline.encoders import digest_weights
 from fnpipe.pipeline.encoding import ShardRows, unit_rows
 from fnpipe.pipeline.errors import InputError
@@ -93,5 +92,5 @@ def _turned(
 
 def _reasons(source: Embeddings) -> tuple[dict[int, str], ...]:
     """Why images, and why captions, have no embedding, by id."""
-    table = atomic.read_table(source.stage.path / "bad.parquet").to_pylist()
+    table = read_bad(source.stage).to_pylist()
     return tuple({r[key]: r["reason"] for r in table if r[key] is not None} for key in ("image_id", "pair_id"))

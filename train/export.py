@@ -15,14 +15,14 @@ another position in each row, and has no such double.
 from __future__ import annotations
 
 import math
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fnpipe.pipeline import atomic, lock
+from fnpipe.pipeline import atomic
+from fnpipe.pipeline.destination import new_directory
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train import tiny
 from fnpipe.train.building import architecture_layout, without_warnings
@@ -59,34 +59,17 @@ def export_model(model: VLModel, directory: str | Path) -> ExportedModel:
     Raises:
         InputError: the directory holds something already, or open_clip cannot give this model's embeddings.
     """
-    target = Path(directory)
-    with lock.beside(target, "fnpipe export-model"):
-        return _export(model, target)
-
-
-def _export(model: VLModel, target: Path) -> ExportedModel:
-    if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
-        raise InputError(f"{target}: holds something already; name a new directory")
-    model = model.eval()
-    _check_exportable(model)
-    # Written beside it and renamed, so that a killed export leaves no half of one.
-    unfinished = target.parent / f"{atomic.TEMPORARY_PREFIX}{target.name}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
+    with new_directory(directory, "fnpipe export-model") as unfinished:
+        model = model.eval()
+        _check_exportable(model)
         tensors = _write(model, unfinished)
         difference = _difference(model, unfinished)
         if not difference <= _MAX_DIFFERENCE:
             name = model.config.architecture
             raise InputError(f"{name}: cannot be exported: open_clip gives other embeddings, by up to {difference:.2g}")
-        if target.is_dir():
-            target.rmdir()
-        unfinished.rename(target)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     bias = tensors.get("logit_bias")
     return ExportedModel(
-        path=str(target),
+        path=str(directory),
         model=model.config.architecture,
         logit_scale=float(tensors["logit_scale"].exp()),
         logit_bias=None if bias is None else float(bias),

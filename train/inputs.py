@@ -197,8 +197,9 @@ def doubted_pairs(edges: Stage, minimum: float) -> np.ndarray:
     path = edges.path / "recorded.parquet"
     if not path.is_file():
         raise InputError(f"{path}: not there; run `fnpipe mine-connections` with --score-recorded")
-    table = atomic.read_table(path, columns=["pair_id", "match_probability"])
-    doubted = np.zeros(edges.workspace.n_pairs, bool)
+    pairs = edges.workspace.n_pairs
+    table = atomic.read_table(path, columns=["pair_id", "match_probability"], spans={"pair_id": (0, pairs)})
+    doubted = np.zeros(pairs, bool)
     # NaN compares as False.
     doubted[table["pair_id"].to_numpy()] = table["match_probability"].to_numpy() < np.float32(minimum)
     return doubted

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.destination import destination
 from fnpipe.train.chart import Curve, line_chart, number, swatch
 from fnpipe.train.report import MISSING, POINTS, Report, Run, Series, end_value, split_differences, thinned
 
@@ -76,9 +77,10 @@ _DRAWN = ("tr_r1", "ir_r1", "rsum", "map_at_r")
 
 def write_report(report: Report, path: str | Path) -> int:
     """Write the page; its size in bytes."""
+    target = destination(path)
     # A lone surrogate, which some file names hold, has no UTF-8 form.
     page = render_report(report).encode("utf-8", "replace")
-    atomic.write_bytes(Path(path), page)
+    atomic.write_bytes(target, page)
     return len(page)
 
 

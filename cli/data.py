@@ -29,6 +29,14 @@ def shard_command(
     caption_column: Annotated[
         str | None, typer.Option(help="Field or column of the caption; json:FIELD for tars and text files.")
     ] = None,
+    captions: Annotated[
+        str | None,
+        typer.Option(
+            metavar="text|lines|json",
+            help="What a text stands for: one caption, one on every line, or a list as JSON or Python writes it.",
+            show_default="text",
+        ),
+    ] = None,
     no_header: Annotated[
         bool, typer.Option("--no-header", help="The table has none; caption and image are columns 0 and 1 by default.")
     ] = False,
@@ -85,6 +93,7 @@ def shard_command(
         image_root=image_root,
         image_column=image_column,
         caption_column=caption_column,
+        captions=captions,
         header=not no_header,
         split=split,
         holdout=holdout,
@@ -161,6 +170,8 @@ def _print_status(summary: dict[str, Any]) -> None:
         print(f"from {source['path']} ({source['format']}{rows})")
     if "counts" in summary:
         _print_counts(summary["counts"])
+        for note in summary["counts"]["notes"]:
+            print(printable(f"note: {note}"))
     if summary.get("lost"):
         print(
             f"LOST: {len(summary['lost']):,} files that sharding made are gone, the first {summary['lost'][0]}; bring"

@@ -22,6 +22,7 @@ from fnpipe.pipeline.sources.files import absolute
 from fnpipe.pipeline.sources.opening import READERS
 from fnpipe.pipeline.sources.rows import RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
+from fnpipe.pipeline.sources.texts import read_texts
 from fnpipe.pipeline.sources.webdataset import is_compressed
 from fnpipe.pipeline.workers import Workers
 
@@ -103,7 +104,9 @@ def read_sources(sources: list[Source], how: ReadOptions, workers: Workers, spoo
             READERS[source.format](source, how, rows, tools)
         if not len(rows):
             raise InputError(f"{source.path}: no rows in it")
-        tables.append(rows.table())
+        table, notes = read_texts(rows.table(), how.captions)
+        source.notes += [f"{source.name}: {note}" for note in notes]
+        tables.append(table)
     return Plan(sources, pa.concat_tables(tables))
 
 

@@ -29,6 +29,7 @@ from fnpipe.pipeline.progress import progress
 from fnpipe.pipeline.sources.files import absolute
 from fnpipe.pipeline.sources.opening import open_sources
 from fnpipe.pipeline.sources.source import ReadOptions, Source
+from fnpipe.pipeline.sources.texts import require_way
 from fnpipe.pipeline.stage import FORMAT_VERSION
 from fnpipe.pipeline.storage import is_remote
 from fnpipe.pipeline.workers import Workers, available_cpus
@@ -42,6 +43,7 @@ class ShardConfig:
     """How `fnpipe shard` works: one field per flag.
 
     Attributes:
+        captions: what a text stands for, one of `texts.WAYS`; None: one caption.
         holdout: a share of the pictures below 1, or their number, drawn as the split ``test``.
         shuffle_captions: a share of the train pairs that get each other's captions, for experiments with noisy data;
             ``shuffled.parquet`` lists them, and the tars keep what the source says.
@@ -53,6 +55,7 @@ class ShardConfig:
     image_root: str | None = None
     image_column: str | None = None
     caption_column: str | None = None
+    captions: str | None = None
     header: bool = True
     split: str | None = None
     holdout: float | None = None
@@ -76,6 +79,7 @@ class ShardConfig:
         ):
             if value is not None and value < 1:
                 raise InputError(f"{name} {value}: at least 1")
+        require_way(self.captions)
         if self.holdout is not None and (not self.holdout > 0 or (self.holdout > 1 and self.holdout % 1)):
             raise InputError(f"--holdout {self.holdout:g}: a share between 0 and 1, or a whole number of pictures")
         if self.shuffle_captions is not None and not 0 < self.shuffle_captions <= 1:
@@ -96,6 +100,7 @@ class ShardConfig:
             image_root=self.image_root,
             image_column=self.image_column,
             caption_column=self.caption_column,
+            captions=self.captions,
             header=self.header,
             split=self.split,
         )

@@ -83,7 +83,7 @@ class RowBuilder:
         if type(caption) is str:
             texts, dropped = [caption], 0
         else:
-            texts, dropped, reason, detail = _texts(caption)
+            texts, dropped, reason, detail = caption_texts(caption)
             if reason:
                 self._without_caption += caption is MISSING
                 return self.bad(reason, detail, image=image if isinstance(image, str) else None, line=line)
@@ -146,7 +146,7 @@ class _RowPacker(TablePacker):
             return super().encode([_encodable(row) for row in rows])
 
 
-def _texts(caption: Any) -> tuple[list[str], int, str, str]:
+def caption_texts(caption: Any) -> tuple[list[str], int, str, str]:
     """The texts of a caption value, how many entries of a list are none, and the reason where no text is left."""
     if isinstance(caption, str):
         return [caption], 0, "", ""

@@ -21,11 +21,16 @@ IMAGE_EXTENSIONS = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How sources are read: one field per flag of `fnpipe shard`; None where the flag was not given."""
+    """How sources are read: one field per flag of `fnpipe shard`; None where the flag was not given.
+
+    Attributes:
+        captions: what a text stands for, one of `texts.WAYS`.
+    """
 
     image_root: str | None = None
     image_column: str | None = None
     caption_column: str | None = None
+    captions: str | None = None
     header: bool = True
     split: str | None = None
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fnpipe.mining.edges import EdgeLookup
+from fnpipe.mining.edges import AMBIGUOUS, NEGATIVE, POSITIVE, EdgeLookup
 from fnpipe.mining.members import read_members
 from fnpipe.pipeline.decode import decode_rgb
 from fnpipe.pipeline.shard import ShardConfig, shard
@@ -63,16 +63,17 @@ class Clock:
 
 
 def make_batches(model: VLModel, size: int, n: int, device: torch.device) -> list[StepInput]:
-    """Random pictures, captions of 8 to 14 words, and a p for every combination."""
+    """Random pictures, captions of 8 to 14 words, and a label for every combination."""
     rng = np.random.default_rng(0)
     batches = []
     for _ in range(n):
         captions = [" ".join(rng.choice(WORDS, rng.integers(8, 15))) for _ in range(size)]
         pixels = torch.from_numpy(rng.integers(0, 256, (size, 3, model.image_size, model.image_size), np.uint8))
         kind = rng.random((size, size))
-        p = np.where(kind < POSITIVE_SHARE, 0.9, np.where(kind < POSITIVE_SHARE + AMBIGUOUS_SHARE, 0.65, 0.1))
+        judged = np.where(kind < POSITIVE_SHARE + AMBIGUOUS_SHARE, AMBIGUOUS, NEGATIVE)
+        label = np.where(kind < POSITIVE_SHARE, POSITIVE, judged)
         ids, own = model.tokenizer(captions), torch.eye(size, dtype=torch.bool)
-        batches.append(StepInput(*(t.to(device) for t in (pixels, ids, own, torch.from_numpy(p).float()))))
+        batches.append(StepInput(*(t.to(device) for t in (pixels, ids, own, torch.from_numpy(label)))))
     return batches
 
 
@@ -92,12 +93,12 @@ class Steps:
         self.dtype, self.judge, self.positives, self.hardest = dtype, judge, 0, 0
 
     def run(self, batch: StepInput, number: int, scored: bool) -> None:
-        p = batch.p if scored else None
+        label = batch.label if scored else None
         if self.judge is not None:
-            p = self._online(batch)
+            label = self._online(batch)
         self.optimizer.zero_grad(set_to_none=True)
         total, _, decisions = self.step(
-            StepInput(batch.pixels, batch.ids, batch.recorded, p), 0.0, mask_generator(0, 0, number)
+            StepInput(batch.pixels, batch.ids, batch.recorded, label), 0.0, mask_generator(0, 0, number)
         )
         total.backward()
         self.optimizer.step()
@@ -106,14 +107,14 @@ class Steps:
 
     @torch.no_grad()
     def _online(self, batch: StepInput) -> torch.Tensor:
-        """Con-D's work on as many pairs as there are hardest negatives; the table's p, so that all ways train alike."""
+        """Con-D's work on as many pairs as there are hardest negatives; the labels stay, so that all train alike."""
         assert self.judge is not None
-        assert batch.p is not None
+        assert batch.label is not None
         order = np.random.default_rng(0).permutation(len(batch.ids))
         anchors = np.arange(len(order))
         with torch.autocast(batch.pixels.device.type, dtype=self.dtype, enabled=self.dtype is not None):
             self.judge(batch, np.concatenate([anchors, order]), np.concatenate([order, anchors]))
-        return batch.p
+        return batch.label
 
 
 def own_shape_judge(con_d: VLModel) -> Judge:

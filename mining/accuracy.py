@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from fnpipe.mining.edges import DISCRIMINATOR, POSITIVE, SOURCES, codes_in, edge_parts, read_part
-from fnpipe.mining.labels import labels_of
+from fnpipe.mining.edges import DISCRIMINATOR, POSITIVE, SOURCES, codes_in, edge_parts, labels_of, read_part
 from fnpipe.mining.members import read_members
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline.stage import Stage

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +14,7 @@ import pyarrow.compute as pc
 from fnpipe.mining.records import combination_keys
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.stage import Stage
+from fnpipe.pipeline.stage import META, Stage
 from fnpipe.pipeline.workspace import Workspace
 
 UNSCORED, NEGATIVE, AMBIGUOUS, POSITIVE = -1, 0, 1, 2
@@ -20,6 +22,8 @@ UNSCORED, NEGATIVE, AMBIGUOUS, POSITIVE = -1, 0, 1, 2
 LABELS = ("negative", "ambiguous", "positive")
 SOURCES = ("discriminator", "identity")
 DISCRIMINATOR, IDENTITY = 0, 1
+# MAFA's thresholds.
+TAU_LOW, TAU_HIGH = 0.5, 0.8
 
 _NAMES = pa.dictionary(pa.int32(), pa.string())
 
@@ -42,6 +46,12 @@ EDGES_SCHEMA = pa.schema(
 _FILLED = tuple(name for name in EDGES_SCHEMA.names if name not in ("rank_i2t", "rank_t2i", "uncertainty"))
 
 RECORDED_SCHEMA = pa.schema([("pair_id", pa.int64()), ("match_probability", pa.float32())])
+
+
+def check_thresholds(tau_low: float, tau_high: float) -> None:
+    """Raise InputError unless ``0 <= tau_low <= tau_high <= 1``."""
+    if not 0 <= tau_low <= tau_high <= 1:
+        raise InputError(f"need 0 <= tau_low <= tau_high <= 1, got {tau_low} and {tau_high}")
 
 
 def label_candidates(match_probability: np.ndarray, tau_low: float, tau_high: float) -> np.ndarray:
@@ -83,6 +93,87 @@ def codes_in(column: pa.ChunkedArray, names: Sequence[str]) -> np.ndarray:
     found = pc.index_in(pc.cast(column, pa.string()), value_set=values)
     codes: np.ndarray = found.fill_null(UNSCORED).to_numpy().astype(np.int8)
     return codes
+
+
+def labels_of(table: pa.Table, thresholds: tuple[float, float] | None) -> np.ndarray:
+    """(n,) codes of a part's labels: the stored ones, which are the truth about it, or those by other thresholds.
+
+    Args:
+        table: with the column ``label`` and, for other thresholds, ``source`` and ``match_probability``.
+        thresholds: (low, high), or None. Identity stays positive whatever they are.
+    """
+    stored = codes_in(table["label"], LABELS)
+    if thresholds is None:
+        return stored
+    identical = codes_in(table["source"], SOURCES) == IDENTITY
+    return np.where(identical, stored, label_candidates(table["match_probability"].to_numpy(), *thresholds))
+
+
+@dataclass(frozen=True)
+class EdgesInfo:
+    """What finished edges say of themselves; whoever wants to know reads it here.
+
+    A label is what the column ``label`` says. The thresholds are those it was given by: where the most probable share
+    was labelled positive, they are not the ones that ``params`` names.
+
+    Attributes:
+        name: of ``edges/<name>``. kind: of the discriminator. discriminator: its description.
+        tau_low, tau_high: the thresholds in force. positive_share: the share they were chosen for, or None.
+        judgements, identity: rows by source. labels: rows by label. positives: positive rows by source.
+        histogram: of p over 20 equal bins, of what was judged.
+    """
+
+    name: str
+    kind: str
+    discriminator: Mapping[str, Any]
+    tau_low: float
+    tau_high: float
+    positive_share: float | None
+    judgements: int
+    identity: int
+    labels: Mapping[str, int]
+    positives: Mapping[str, int]
+    histogram: tuple[int, ...]
+
+    @classmethod
+    def read(cls, stage: Stage) -> EdgesInfo:
+        """Read the record of ``stage``.
+
+        Raises:
+            InputError: the stage is missing, unfinished or stale, or its record is damaged.
+        """
+        meta = stage.require()
+        try:
+            discriminator = meta["params"].get("discriminator", {})
+            return cls(
+                name=stage.name.partition("/")[2],
+                kind=str(discriminator.get("kind", "")),
+                discriminator=discriminator,
+                tau_low=float(meta["tau_low"]),
+                tau_high=float(meta["tau_high"]),
+                positive_share=meta["params"].get("positive_share"),
+                judgements=int(meta["judgements"]),
+                identity=int(meta["identity"]),
+                labels={label: int(meta["labels"][label]) for label in LABELS},
+                positives={source: int(meta["positives"][source]) for source in SOURCES},
+                histogram=tuple(map(int, meta["histogram"]["counts"])),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise InputError(f"{stage.path / META}: damaged ({what}); run `{stage.command}` with --overwrite") from None
+
+    def other_thresholds(self, tau_low: float | None, tau_high: float | None) -> tuple[float, float] | None:
+        """The thresholds to label by instead, one that is None as in force; None where both are: the stored labels.
+
+        Raises:
+            InputError: they are no thresholds.
+        """
+        if tau_low is None and tau_high is None:
+            return None
+        low = self.tau_low if tau_low is None else tau_low
+        high = self.tau_high if tau_high is None else tau_high
+        check_thresholds(low, high)
+        return low, high
 
 
 def edge_parts(stage: Stage) -> list[Path]:
@@ -154,9 +245,14 @@ class EdgeLookup:
         return cls.read(workspace.resolve("edges", name, "--edges"))
 
     @classmethod
-    def read(cls, stage: Stage) -> EdgeLookup:
-        """Read the finished edges of ``stage``; beside what stays, one part is held at a time."""
+    def read(cls, stage: Stage, thresholds: tuple[float, float] | None = None) -> EdgeLookup:
+        """Read the finished edges of ``stage``; beside what stays, one part is held at a time.
+
+        Args:
+            thresholds: (low, high) to label by instead of the stored labels.
+        """
         stage.require()
+        columns = ["image_id", "pair_id", "match_probability", "label", *(["source"] if thresholds else [])]
         n_pairs = stage.workspace.n_pairs
         if stage.workspace.n_images * n_pairs >= 2**63:
             raise InputError(f"{stage.path}: {stage.workspace.n_images:,} images x {n_pairs:,} pairs overflow 64 bits")
@@ -165,13 +261,13 @@ class EdgeLookup:
         keys = np.empty(ends[-1], np.int64)
         match_probability, labels = np.empty(ends[-1], np.float32), np.empty(ends[-1], np.int8)
         for path, first, end in zip(parts, ends[:-1], ends[1:], strict=True):
-            table = read_part(stage, path, ["image_id", "pair_id", "match_probability", "label"])
+            table = read_part(stage, path, columns)
             found = combination_keys(table["image_id"].to_numpy(), table["pair_id"].to_numpy(), n_pairs)
             # Images ascend from part to part, so that this puts all of them in order.
             order = np.argsort(found)
             keys[first:end] = found[order]
             match_probability[first:end] = table["match_probability"].to_numpy()[order]
-            labels[first:end] = codes_in(table["label"], LABELS)[order]
+            labels[first:end] = labels_of(table, thresholds)[order]
         return cls(n_pairs, keys, match_probability, labels)
 
     def __len__(self) -> int:

@@ -23,8 +23,17 @@ import pyarrow.compute as pc
 from PIL import Image
 
 from fnpipe.mining.accuracy import EdgeAccuracy, stage_against_truth
-from fnpipe.mining.edges import AMBIGUOUS, IDENTITY, POSITIVE, SOURCES, codes_in, edge_parts, read_part
-from fnpipe.mining.labels import labels_of
+from fnpipe.mining.edges import (
+    AMBIGUOUS,
+    IDENTITY,
+    POSITIVE,
+    SOURCES,
+    EdgesInfo,
+    codes_in,
+    edge_parts,
+    labels_of,
+    read_part,
+)
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.decode import MAX_PIXELS, decode_or_none
@@ -86,7 +95,7 @@ def write_gallery(
     Raises:
         InputError: no connection has this label and source: they would be negative, or identical and ambiguous.
     """
-    target, meta = destination(path), edges.require()
+    target, info = destination(path), EdgesInfo.read(edges)
     kinds = {
         kind
         for kind, described in _DESCRIBED.items()
@@ -104,14 +113,14 @@ def write_gallery(
     }
     accuracy = stage_against_truth(edges, truth, thresholds) if truth is not None else None
     images = _images(workspace, chosen, truth)
-    data = {
+    data: dict[str, Any] = {
         "workspace": workspace.root.resolve().name,
-        "edges": edges.name.partition("/")[2],
-        "discriminator": meta["params"]["discriminator"].get("kind", ""),
-        "tau": list(thresholds or (meta["tau_low"], meta["tau_high"])),
+        "edges": info.name,
+        "discriminator": info.kind,
+        "tau": list(thresholds or (info.tau_low, info.tau_high)),
         "counts": {kind: len(table) for kind, table in found.items()},
-        "judgements": meta["judgements"],
-        "histogram": meta["histogram"]["counts"],
+        "judgements": info.judgements,
+        "histogram": list(info.histogram),
         "total": sum(len(table) for table in found.values()),
         "shown": sum(len(table) for table in chosen.values()),
         "truth": _accuracy_figures(accuracy),

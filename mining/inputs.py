@@ -13,10 +13,10 @@ import numpy as np
 
 from fnpipe.mining.candidates import INDEX, NOT_PROPOSED, CandidateRuns, Candidates, PlanProposer, Source, write_runs
 from fnpipe.mining.discriminators import AnyDiscriminator
+from fnpipe.mining.edges import TAU_HIGH, TAU_LOW, check_thresholds
 from fnpipe.mining.graph import Graph
 from fnpipe.mining.grouping import plan_epochs, read_plan
 from fnpipe.mining.judging import Judge
-from fnpipe.mining.labels import check_thresholds
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
@@ -45,8 +45,8 @@ class MineConfig:
     groups: tuple[str, ...] = ()
     graph: int = 0
     embeddings: str | None = None
-    tau_low: float = 0.5
-    tau_high: float = 0.8
+    tau_low: float = TAU_LOW
+    tau_high: float = TAU_HIGH
     positive_share: float | None = None
     score_recorded: bool = False
     block_images: int = 128

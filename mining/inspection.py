@@ -8,8 +8,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.mining.edges import DISCRIMINATOR, IDENTITY, LABELS, SOURCES, codes_in, edge_parts, read_part
-from fnpipe.mining.labels import check_thresholds, labels_of
+from fnpipe.mining.edges import (
+    DISCRIMINATOR,
+    IDENTITY,
+    LABELS,
+    SOURCES,
+    EdgesInfo,
+    codes_in,
+    edge_parts,
+    labels_of,
+    read_part,
+)
 from fnpipe.mining.records import codes_of
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline.errors import InputError, nearest
@@ -41,14 +50,8 @@ class InspectConfig:
             raise InputError(f"--limit {self.limit}: at least 1")
 
     def thresholds(self, stage: Stage) -> tuple[float, float] | None:
-        """The thresholds to label by, a missing one as stored; None for the stored labels."""
-        if self.tau_low is None and self.tau_high is None:
-            return None
-        meta = stage.require()
-        low = meta["tau_low"] if self.tau_low is None else self.tau_low
-        high = meta["tau_high"] if self.tau_high is None else self.tau_high
-        check_thresholds(low, high)
-        return low, high
+        """As `EdgesInfo.other_thresholds`."""
+        return EdgesInfo.read(stage).other_thresholds(self.tau_low, self.tau_high)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from fnpipe.mining.edges import (
     LABELS,
     POSITIVE,
     SOURCES,
+    check_thresholds,
     codes_in,
     edge_parts,
-    label_candidates,
+    labels_of,
     named,
     read_part,
 )
@@ -28,12 +29,6 @@ from fnpipe.pipeline.workspace import Workspace
 HISTOGRAM_BINS = 20
 # What no label changes.
 _CARRIED = ("unique_combinations", "undecodable", "new_per_source")
-
-
-def check_thresholds(tau_low: float, tau_high: float) -> None:
-    """Raise InputError unless ``0 <= tau_low <= tau_high <= 1``."""
-    if not 0 <= tau_low <= tau_high <= 1:
-        raise InputError(f"need 0 <= tau_low <= tau_high <= 1, got {tau_low} and {tau_high}")
 
 
 def share_threshold(probabilities: np.ndarray, share: float) -> float:
@@ -48,15 +43,6 @@ def share_threshold(probabilities: np.ndarray, share: float) -> float:
     below, above = np.partition(probabilities, [cut - 1, cut])[[cut - 1, cut]]
     between = np.float32((float(below) + float(above)) / 2)
     return float(between if below < between < above else below)
-
-
-def labels_of(table: pa.Table, thresholds: tuple[float, float] | None) -> np.ndarray:
-    """(n,) codes of a part's labels, as stored or by other thresholds; identity stays positive."""
-    stored = codes_in(table["label"], LABELS)
-    if thresholds is None:
-        return stored
-    identical = codes_in(table["source"], SOURCES) == IDENTITY
-    return np.where(identical, stored, label_candidates(table["match_probability"].to_numpy(), *thresholds))
 
 
 def relabel_parts(stage: Stage, tau_low: float, tau_high: float) -> None:

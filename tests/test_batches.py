@@ -60,7 +60,7 @@ def test_a_batch_holds_the_pictures_and_captions_of_its_rows(make_workspace: Mak
             assert tuple(batch.pixels[row, :, 0, 0].tolist()) == flat_colour(int(image_id))
         expected = tokenize(workspace.read_pairs(["caption"])["caption"].take(batch.pair_ids.tolist()).to_pylist())
         assert torch.equal(batch.ids, expected)
-        assert batch.p is None
+        assert batch.label is None
         assert torch.equal(batch.recorded, torch.eye(3, dtype=torch.bool))
 
 
@@ -164,22 +164,21 @@ def test_edges_and_the_identity_rule_come_with_the_batch(make_workspace: MakeWor
     loader = make_loader(workspace, edges=lookup, identity=Identity.of(workspace))
     (batch,) = loader.batches(plan, 0, [0])
     place = {int(i): row for row, i in enumerate(batch.image_ids)}
-    assert batch.p is not None
     assert batch.label is not None
     found = {
-        (i, j): (float(batch.p[place[i], place[j]]), int(batch.label[place[i], place[j]]))
+        (i, j): int(batch.label[place[i], place[j]])
         for i in range(4)
         for j in range(4)
         if int(batch.label[place[i], place[j]]) != UNSCORED
     }
     assert found == {
-        (2, 0): (pytest.approx(0.6), AMBIGUOUS),
-        (3, 1): (pytest.approx(0.9), POSITIVE),
-        (1, 0): (1.0, POSITIVE),
-        (0, 1): (1.0, POSITIVE),
-        (0, 3): (1.0, POSITIVE),
-        (1, 3): (1.0, POSITIVE),
-        (3, 0): (1.0, POSITIVE),
+        (2, 0): AMBIGUOUS,
+        (3, 1): POSITIVE,
+        (1, 0): POSITIVE,
+        (0, 1): POSITIVE,
+        (0, 3): POSITIVE,
+        (1, 3): POSITIVE,
+        (3, 0): POSITIVE,
     }
 
 

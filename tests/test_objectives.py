@@ -12,6 +12,7 @@ import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fnpipe.mining.edges import AMBIGUOUS, NEGATIVE, POSITIVE, UNSCORED
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train.objectives import (
     PLAIN,
@@ -27,7 +28,6 @@ from fnpipe.train.objectives import (
     sigmoid_loss,
 )
 
-NAN = math.nan
 # Asymmetric, so that swapped directions do not pass. Hardest text of each image: 1, 2, 0; hardest image of each
 # text: 2, 0, 1. Second: texts 2, 0, 1 and images 1, 2, 0.
 SIM = torch.tensor([[0.9, 0.6, 0.3], [0.2, 0.8, 0.7], [0.5, 0.1, 0.9]], dtype=torch.float64)
@@ -40,11 +40,11 @@ def judged(decisions):
 
 
 def scores(**given_scores):
-    """(3, 3) p, NaN but for ``i0t1=0.9``-like entries."""
-    p = torch.full((3, 3), NAN, dtype=torch.float64)
-    for name, value in given_scores.items():
-        p[int(name[1]), int(name[3])] = value
-    return p
+    """(3, 3) labels by MAFA's thresholds, not judged but for ``i0t1=0.9``-like entries."""
+    label = torch.full((3, 3), UNSCORED)
+    for name, p in given_scores.items():
+        label[int(name[1]), int(name[3])] = POSITIVE if p > 0.8 else NEGATIVE if p < 0.5 else AMBIGUOUS
+    return label
 
 
 # ------------------------------------------------------------------------------------------- hand-computed decisions
@@ -93,17 +93,6 @@ def test_counts_are_over_both_directions():
         "ambiguous": 1,
         "joined": 1,
     }
-
-
-@pytest.mark.parametrize(("p", "row"), [(0.49, (0, 1, 0)), (0.5, (0, 2, 0)), (0.8, (0, 2, 0)), (0.8001, (0, 1, 1))])
-def test_a_probability_equal_to_a_threshold_is_ambiguous(p: float, row: tuple[int, int, int]):
-    assert judged(ecm_decisions(SIM, scores(i0t1=p), None, EcmConfig()))[3] == row
-
-
-def test_thresholds_compare_in_the_precision_of_the_scores():
-    p = scores(i0t1=0.8, i1t2=0.5).float()  # the edges' precision; 0.8 as float32 is above 0.8 as float64
-    assert [row[2] for row in judged(ecm_decisions(SIM, p, None, EcmConfig()))] == [0] * 6
-    assert int(ecm_decisions(SIM, p, None, EcmConfig()).counts["ambiguous"]) == 4
 
 
 def test_drop_takes_a_false_negative_out_of_itm_and_of_its_rows_softmax():
@@ -168,7 +157,7 @@ def test_one_pair_has_no_negatives_and_two_have_no_second():
 
 def test_equal_similarities_are_ordered_by_index():
     sim = torch.tensor([[1.0, 0.5, 0.5, 0.5], [0.5, 1, 0.5, 0.5], [0.5, 0.5, 1, 0.5], [0.5, 0.5, 0.5, 1]])
-    p = torch.full((4, 4), 0.6)
+    p = torch.full((4, 4), AMBIGUOUS)
     assert judged(ecm_decisions(sim, None, None, PLAIN))[4:] == [(0, 1, 0), (1, 0, 0), (2, 0, 0), (3, 0, 0)]
     assert judged(ecm_decisions(sim, p, None, EcmConfig()))[4:] == [(0, 2, 0), (1, 2, 0), (2, 1, 0), (3, 1, 0)]
 
@@ -271,36 +260,34 @@ def test_itm_and_mlm_are_mean_cross_entropies_and_mlm_of_nothing_is_0():
     assert float(loss.detach()) == 0
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"tau_low": 0.9}, {"tau_high": 1.5}, {"false_negatives": "dropped"}, {"unscored": "x"}, {"second": ""}]
-)
+@pytest.mark.parametrize("wrong", [{"false_negatives": "dropped"}, {"unscored": "x"}, {"second": ""}])
 def test_config_refuses_what_it_does_not_know(wrong: dict):
     with pytest.raises(InputError):
         EcmConfig(**wrong)
 
 
 # ------------------------------------------------------------------------------------------- slow transcription
-def row_verdict(sim, p, candidates, config):
+def row_verdict(sim, label, candidates, config):
     """One anchor, in the words of the definition: (ITM's choice and label, new positive, dropped one)."""
     ranking = sorted(candidates, key=lambda k: (-sim[k], k))
     if config.unscored == "next":
-        ranking = [k for k in ranking if not math.isnan(p[k])] + [k for k in ranking if math.isnan(p[k])]
+        ranking = [k for k in ranking if label[k] != UNSCORED] + [k for k in ranking if label[k] == UNSCORED]
     if not ranking:
         return None, None, None
     first, rest = ranking[0], ranking[1:]
     if config.second == "next-negative":
-        rest = [k for k in rest if not p[k] > config.tau_high]
+        rest = [k for k in rest if label[k] != POSITIVE]
     second = (rest[0], 0) if rest else None
-    if config.false_negatives == "ignore" or math.isnan(p[first]) or p[first] < config.tau_low:
+    if config.false_negatives == "ignore" or label[first] in (UNSCORED, NEGATIVE):
         return (first, 0), None, None
-    if p[first] <= config.tau_high:
+    if label[first] == AMBIGUOUS:
         return second, None, None
     if config.false_negatives == "drop":
         return second, None, first
     return (first, 1), first, None
 
 
-def losses_by_loop(sim, p, recorded, temp, config, smoothing, itm_table, mlm_table):
+def losses_by_loop(sim, label, recorded, temp, config, smoothing, itm_table, mlm_table):
     """L_ITC + L_ITM + L_MLM over a batch, one row at a time; the tables stand for what a network would say."""
     size, order = len(sim), sim.detach().tolist()
     itc, joined = 0.0, []
@@ -308,10 +295,10 @@ def losses_by_loop(sim, p, recorded, temp, config, smoothing, itm_table, mlm_tab
     for t in range(size):  # texts as anchors, then images
         candidates = [i for i in range(size) if not recorded[i][t]]
         column = [order[i][t] for i in range(size)]
-        verdicts["t2i", t] = row_verdict(column, [p[i][t] for i in range(size)], candidates, config)
+        verdicts["t2i", t] = row_verdict(column, [label[i][t] for i in range(size)], candidates, config)
     for i in range(size):
         candidates = [t for t in range(size) if not recorded[i][t]]
-        verdicts["i2t", i] = row_verdict(order[i], p[i], candidates, config)
+        verdicts["i2t", i] = row_verdict(order[i], label[i], candidates, config)
     for (direction, anchor), (_, positive, dropped) in verdicts.items():
         row = sim[anchor] if direction == "i2t" else sim[:, anchor]
         known = {k for k in range(size) if (recorded[anchor][k] if direction == "i2t" else recorded[k][anchor])}
@@ -336,8 +323,8 @@ def losses_by_loop(sim, p, recorded, temp, config, smoothing, itm_table, mlm_tab
     return itc + l_itm + l_mlm
 
 
-def losses_by_batch(sim, p, recorded, temp, config, smoothing, itm_table, mlm_table):
-    decisions = ecm_decisions(sim, p, recorded, config)
+def losses_by_batch(sim, label, recorded, temp, config, smoothing, itm_table, mlm_table):
+    decisions = ecm_decisions(sim, label, recorded, config)
     targets = itc_targets(decisions, recorded, smoothing=smoothing, dtype=sim.dtype)
     mlm_logits = mlm_table[decisions.mlm_images, decisions.mlm_texts]
     return (
@@ -349,7 +336,7 @@ def losses_by_batch(sim, p, recorded, temp, config, smoothing, itm_table, mlm_ta
 
 @st.composite
 def batches(draw):
-    """Embeddings with duplicated captions, p in every band and on its bounds, and other pairs of the same image."""
+    """Embeddings with duplicated captions, every label, and other pairs of the same image."""
     size = draw(st.integers(1, 7))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     images, texts = rng.normal(size=(size, 4)), rng.normal(size=(size, 4))
@@ -358,7 +345,7 @@ def batches(draw):
     same_image = rng.integers(0, max(1, size - 1), size) if draw(st.booleans()) else np.arange(size)
     recorded = (same_image[:, None] == same_image) | ((caption[:, None] == caption) & draw(st.booleans()))
     recorded = recorded & draw(st.booleans()) | np.eye(size, dtype=bool)
-    p = rng.choice([NAN, 0.0, 0.3, 0.5, 0.65, 0.8, 0.9, 1.0], size=(size, size), p=[0.3, *[0.1] * 7])
+    label = rng.choice([UNSCORED, NEGATIVE, AMBIGUOUS, POSITIVE], size=(size, size), p=[0.3, 0.2, 0.3, 0.2])
     config = EcmConfig(
         false_negatives=draw(st.sampled_from(["positive", "drop", "ignore"])),
         unscored=draw(st.sampled_from(["negative", "next"])),
@@ -369,7 +356,7 @@ def batches(draw):
         images=images,
         texts=texts,
         recorded=recorded,
-        p=p,
+        label=label,
         config=config,
         smoothing=draw(st.sampled_from([0.0, 0.1, 0.5, 1.0])),
         tables=tables,
@@ -380,9 +367,9 @@ def batches(draw):
 @given(batches())
 def test_losses_and_gradients_equal_the_slow_transcription(batch):
     results = []
-    for losses, p, recorded in (
-        (losses_by_batch, torch.tensor(batch.p), torch.tensor(batch.recorded)),
-        (losses_by_loop, batch.p.tolist(), batch.recorded.tolist()),
+    for losses, label, recorded in (
+        (losses_by_batch, torch.tensor(batch.label), torch.tensor(batch.recorded)),
+        (losses_by_loop, batch.label.tolist(), batch.recorded.tolist()),
     ):
         leaves = [
             torch.tensor(x, requires_grad=True) for x in (batch.images, batch.texts, np.float64(0.07), *batch.tables)
@@ -390,7 +377,7 @@ def test_losses_and_gradients_equal_the_slow_transcription(batch):
         images, texts, temp, itm_table, mlm_table = leaves
         # Multiplied element by element: a matrix product may give equal captions unequal last bits.
         sim = (images[:, None] * texts).sum(2)
-        loss = losses(sim, p, recorded, temp, batch.config, batch.smoothing, itm_table, mlm_table)
+        loss = losses(sim, label, recorded, temp, batch.config, batch.smoothing, itm_table, mlm_table)
         results.append((loss, torch.autograd.grad(loss, leaves)))
     (fast, fast_grads), (slow, slow_grads) = results
     assert abs(float((fast - slow).detach())) < 1e-6
@@ -402,7 +389,9 @@ def test_losses_and_gradients_equal_the_slow_transcription(batch):
 @given(batches())
 def test_no_recorded_pair_is_ever_a_negative_and_targets_are_distributions(batch):
     recorded = torch.tensor(batch.recorded)
-    decisions = ecm_decisions(torch.tensor(batch.images @ batch.texts.T), torch.tensor(batch.p), recorded, batch.config)
+    decisions = ecm_decisions(
+        torch.tensor(batch.images @ batch.texts.T), torch.tensor(batch.label), recorded, batch.config
+    )
     negatives = decisions.itm_labels == 0
     assert not recorded[decisions.itm_images[negatives], decisions.itm_texts[negatives]].any()
     targets = itc_targets(decisions, recorded, smoothing=batch.smoothing)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from test_objectives import losses_by_loop
 
+from fnpipe.mining.edges import AMBIGUOUS, NEGATIVE, POSITIVE, UNSCORED
 from fnpipe.train.building import build_model
 from fnpipe.train.masking import IGNORED, mask_tokens
 from fnpipe.train.model import ModelConfig, VLModel
@@ -40,13 +41,13 @@ def model() -> VLModel:
 
 @pytest.fixture(scope="module")
 def batch(model: VLModel) -> StepInput:
-    """Five pairs of which two show the same image, with p in every band and on most combinations."""
+    """Five pairs of which two show the same image, with every label."""
     draw = torch.Generator().manual_seed(2)
     pixels = torch.randint(0, 256, (SIZE, 3, model.image_size, model.image_size), generator=draw, dtype=torch.uint8)
     recorded = torch.eye(SIZE, dtype=torch.bool)
     recorded[0, 3] = recorded[3, 0] = True
-    p = torch.tensor(np.random.default_rng(5).choice([np.nan, 0.1, 0.65, 0.9], (SIZE, SIZE)), dtype=torch.float32)
-    return StepInput(pixels, model.tokenizer(CAPTIONS), recorded, p)
+    label = torch.tensor(np.random.default_rng(5).choice([UNSCORED, NEGATIVE, AMBIGUOUS, POSITIVE], (SIZE, SIZE)))
+    return StepInput(pixels, model.tokenizer(CAPTIONS), recorded, label)
 
 
 def embeddings_one_at_a_time(model: VLModel, batch: StepInput) -> tuple[torch.Tensor, torch.Tensor, list, list]:
@@ -70,14 +71,14 @@ def expected_losses(
     image, text, keys, tokens = embeddings_one_at_a_time(model, batch)
     # Element by element, so that no two entries are summed in another order.
     sim = (image[:, None] * text).sum(2)
-    p, recorded = batch.p.tolist(), batch.recorded.tolist()
+    label, recorded = batch.label.tolist(), batch.recorded.tolist()
     itm_table = torch.stack([
         torch.stack([model.itm_logits(fused_alone(model, tokens[t], batch.ids[t], keys[i]))[0] for t in range(SIZE)])
         for i in range(SIZE)
     ])  # fmt: skip
     nothing = torch.zeros(SIZE, SIZE, 1)
-    itc = losses_by_loop(sim, p, recorded, model.temp, config.ecm, smoothing, torch.zeros(SIZE, SIZE, 2), nothing)
-    both = losses_by_loop(sim, p, recorded, model.temp, config.ecm, smoothing, itm_table, nothing)
+    itc = losses_by_loop(sim, label, recorded, model.temp, config.ecm, smoothing, torch.zeros(SIZE, SIZE, 2), nothing)
+    both = losses_by_loop(sim, label, recorded, model.temp, config.ecm, smoothing, itm_table, nothing)
     # A table of equal logits costs ln 2 for every combination.
     losses = {"itc": itc - np.log(2), "itm": both - itc + np.log(2)}
     if config.consistency:

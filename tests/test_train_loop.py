@@ -21,6 +21,7 @@ import torch
 from conftest import MakeWorkspace, flat_colour
 from fnpipe.mining.edges import EDGES_SCHEMA, LABELS, SOURCES, named
 from fnpipe.mining.grouping import PLAN_SCHEMA
+from fnpipe.mining.labels import finish_edges
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
@@ -92,7 +93,7 @@ def write_edges(workspace: Workspace, judged: list[tuple[int, int, float]], name
     parts = [stage.path / f"part-{shard:05d}.parquet" for shard in range(workspace.n_shards)]
     for shard, part in enumerate(parts):
         atomic.write_table(part, table.filter(pa.array(shards == shard)))
-    stage.finish(parts)
+    finish_edges(stage, 0.5, 0.8)
 
 
 def weights(workspace: Workspace, run: str, checkpoint: str = "last") -> dict[str, torch.Tensor]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from fnpipe.mining.discriminators import Discriminator
-from fnpipe.mining.edges import label_candidates
+from fnpipe.mining.edges import NEGATIVE, label_candidates
 from fnpipe.train.batches import Batch
 from fnpipe.train.objectives import Decisions
 from fnpipe.train.pictures import Samples
@@ -31,10 +30,9 @@ def agreement(
     place = np.argsort(order)
     features = con_d.prepare_images([rgb for rgb in pictures if rgb is not None])
     p = con_d.score_pairs(features, images, con_d.prepare_texts([captions[i] for i in order]), place[texts])
-    known = torch.full((len(batch), len(batch)), torch.nan) if batch.p is None else batch.p
-    looked_up = np.nan_to_num(known.numpy()[images, texts], nan=0.0)
-    now, then = (label_candidates(values, tau_low, tau_high) for values in (p, looked_up))
-    return float(np.mean(now == then))
+    known = np.full((len(batch), len(batch)), NEGATIVE) if batch.label is None else batch.label.numpy()
+    looked_up = np.maximum(known[images, texts], NEGATIVE)
+    return float(np.mean(label_candidates(p, tau_low, tau_high) == looked_up))
 
 
 def hardest_pairs(decisions: Decisions) -> tuple[np.ndarray, np.ndarray]:

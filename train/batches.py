@@ -139,8 +139,8 @@ class Batch:
         image_ids, pair_ids: (B,) int64; row b is the recorded pair (image b, text b).
         pixels: (B, 3, S, S) uint8, augmented. ids: (B, L) int64 tokens.
         recorded: (B, B) bool, image row and text column: the data set records this pair. True on the diagonal.
-        p: (B, B) float32, NaN where not judged, 1 by the identity rule; label: (B, B) int8, -1 where not judged. Both
-            None where the method takes no edges.
+        label: (B, B) int8 codes of ``LABELS``, -1 where not judged, positive by the identity rule; None where the
+            method takes no edges.
         unreadable: rows of the plan that were left out, because their picture could not be decoded.
     """
 
@@ -151,7 +151,6 @@ class Batch:
     pixels: torch.Tensor
     ids: torch.Tensor
     recorded: torch.Tensor
-    p: torch.Tensor | None
     label: torch.Tensor | None
     unreadable: int
 
@@ -273,7 +272,6 @@ class Loader:
         if not good.all():
             pixels = pixels[torch.from_numpy(good)]
         recorded = self.samples.image_of[pair_ids][None, :] == image_ids[:, None]
-        p, label = self._judged(image_ids, pair_ids, recorded)
         return Batch(
             epoch=epoch,
             number=number,
@@ -282,21 +280,17 @@ class Loader:
             pixels=pixels,
             ids=self.tokenize(self.samples.texts(pair_ids)),
             recorded=torch.from_numpy(recorded),
-            p=p,
-            label=label,
+            label=self._labels(image_ids, pair_ids, recorded),
             unreadable=int((~good).sum()),
         )
 
-    def _judged(
-        self, image_ids: np.ndarray, pair_ids: np.ndarray, recorded: np.ndarray
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _labels(self, image_ids: np.ndarray, pair_ids: np.ndarray, recorded: np.ndarray) -> torch.Tensor | None:
         if self.edges is None or self.identity is None:
-            return None, None
+            return None
         rows, columns = image_ids[:, None], pair_ids[None, :]
-        p, label = self.edges.find(rows, columns)
-        same = self.identity.matches(rows, columns) & ~recorded
-        p[same], label[same] = 1.0, POSITIVE
-        return torch.from_numpy(p), torch.from_numpy(label)
+        _, label = self.edges.find(rows, columns)
+        label[self.identity.matches(rows, columns) & ~recorded] = POSITIVE
+        return torch.from_numpy(label)
 
 
 class _Tasks(torch.utils.data.Dataset[Any]):

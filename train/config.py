@@ -351,7 +351,7 @@ def resolve(
         grouped: the batches come from a GRIT plan.
         splits: the workspace's. cached: the pictures are kept in memory.
         cuda, bf16: the device is a GPU, and computes in bf16.
-        thresholds: tau_low and tau_high of the edges.
+        thresholds: tau_low and tau_high by which the edges are labelled.
     """
     method, tiny = config.method_losses, architecture == TINY
     steps_per_epoch = max(1, math.ceil(batches_per_epoch / config.accumulate))
@@ -382,8 +382,8 @@ def resolve(
         itm=method.itm if config.itm is None else config.itm,
         mlm=method.mlm if config.mlm is None else config.mlm,
         smoothing=smoothing,
-        tau_low=thresholds[0] if config.tau_low is None else config.tau_low,
-        tau_high=thresholds[1] if config.tau_high is None else config.tau_high,
+        tau_low=thresholds[0],
+        tau_high=thresholds[1],
         lr=config.lr if config.lr is not None else (1.5e-3 if tiny else 1e-4),
         warmup_steps=config.warmup_steps if config.warmup_steps is not None else min(1000, math.ceil(total / 20)),
         precision=precision,

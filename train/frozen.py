@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fnpipe.mining.edges import POSITIVE, EdgeLookup
+from fnpipe.mining.edges import POSITIVE, EdgeLookup, EdgesInfo
 from fnpipe.mining.members import read_members
 from fnpipe.mining.records import Identity, pair_images
 from fnpipe.mining.truth import Truth
@@ -27,7 +27,7 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
-from fnpipe.pipeline.stage import FORMAT_VERSION
+from fnpipe.pipeline.stage import FORMAT_VERSION, Stage
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.adapter import AdapterNet, adapter_loss
 from fnpipe.train.batches import BatchSource, EpochPlan, RandomBatches, WithoutPairs
@@ -70,16 +70,14 @@ class FrozenInputs:
     truth: Truth | None
     digests: Mapping[str, str]
 
-    def positive(self, image_ids: np.ndarray, pair_ids: np.ndarray, tau_high: float | None) -> np.ndarray:
+    def positive(self, image_ids: np.ndarray, pair_ids: np.ndarray) -> np.ndarray:
         """(B, B) bool, image row, text column: what is recorded, and, with edges, mined or identical."""
         rows, columns = image_ids[:, None], pair_ids[None, :]
         positive: np.ndarray = self.image_of[columns] == rows
         if self.edges is None or self.identity is None:
             return positive
-        p, label = self.edges.find(rows, columns)
-        # NaN, not judged, compares as False.
-        mined = label == POSITIVE if tau_high is None else p > np.float32(tau_high)
-        found: np.ndarray = positive | mined | self.identity.matches(rows, columns)
+        _, label = self.edges.find(rows, columns)
+        found: np.ndarray = positive | (label == POSITIVE) | self.identity.matches(rows, columns)
         return found
 
 
@@ -109,13 +107,21 @@ def open_frozen_inputs(workspace: Workspace, config: FrozenConfig) -> FrozenInpu
     if config.edges is not None:
         stage = workspace.resolve("edges", config.edges, "--edges")
         digests[stage.name] = stage.digest
-        edges, identity = EdgeLookup.read(stage), Identity.of(workspace)
+        edges, identity = EdgeLookup.read(stage, _thresholds(stage, config.tau_high)), Identity.of(workspace)
     elif config.tau_high is not None:
         raise InputError(f"tau_high is {config.tau_high}, and there are no edges; name some with --edges")
     if config.truth is not None:
         truth = Truth.read(config.truth, workspace)
         digests["truth"] = file_digest(Path(config.truth))
     return FrozenInputs(workspace, embeddings, source, image_of, edges, identity, truth, digests)
+
+
+def _thresholds(edges: Stage, tau_high: float | None) -> tuple[float, float] | None:
+    """What to label by instead of the stored labels, of which only the positive ones count here."""
+    if tau_high is None:
+        return None
+    info = EdgesInfo.read(edges)
+    return info.other_thresholds(min(info.tau_low, tau_high), tau_high)
 
 
 def train_frozen(
@@ -249,7 +255,7 @@ class FrozenTraining:
         start = time.monotonic()
         image_ids, pair_ids = plan.batch(number)
         images, texts = self._rows(image_ids, pair_ids)
-        positive = self.inputs.positive(image_ids, pair_ids, self.config.tau_high)
+        positive = self.inputs.positive(image_ids, pair_ids)
         dropped = self.position.step >= self.config.drop_after * self.total
         rate = self.config.lr * (self.config.lr_drop if dropped else 1.0)
         for group in self.optimizer.param_groups:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fnpipe.mining.edges import EdgeLookup
+from fnpipe.mining.edges import TAU_HIGH, TAU_LOW, EdgeLookup, EdgesInfo
 from fnpipe.mining.grouping import plan_epochs
 from fnpipe.mining.members import members_of, read_members
 from fnpipe.mining.records import Identity
@@ -22,7 +22,6 @@ from fnpipe.train.batches import BatchSource, PlannedBatches, RandomBatches, Wit
 from fnpipe.train.config import TINY, TrainConfig
 from fnpipe.train.falcon_batches import FalconSource
 from fnpipe.train.falcon_config import FALCON, choose_search_space
-from fnpipe.train.objectives import EcmConfig
 from fnpipe.train.pictures import Samples
 from fnpipe.train.runs import SHIPPED
 from fnpipe.train.stream import MaterializedPictures
@@ -36,7 +35,7 @@ class Inputs:
         edges, identity: None where the method takes none and none were asked for.
         batches_per_epoch: of all processes together.
         stream: None: the pictures are read from the workspace's tars.
-        thresholds: tau_low and tau_high by which the edges were labelled.
+        thresholds: tau_low and tau_high by which the edges are labelled in this run.
         digests: what was read, by name; a resumed run must find the same.
     """
 
@@ -75,13 +74,14 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
     check_batch_size(source.batch_size, config.batch_size, workspace)
     if config.min_recorded_probability > 0 and not isinstance(source, FalconSource):
         source = WithoutPairs(source, doubted_pairs(find_edges(workspace, config), config.min_recorded_probability))
-    edges, identity, thresholds = None, None, (EcmConfig.tau_low, EcmConfig.tau_high)
+    edges, identity, thresholds = None, None, (TAU_LOW, TAU_HIGH)
     if config.method_losses.ecm or config.edges is not None:
         stage = find_edges(workspace, config)
         digests[stage.name] = stage.digest
-        edges, identity = EdgeLookup.read(stage), Identity.of(workspace)
-        params = stage.require()["params"]
-        thresholds = float(params.get("tau_low", thresholds[0])), float(params.get("tau_high", thresholds[1]))
+        info = EdgesInfo.read(stage)
+        others = info.other_thresholds(config.tau_low, config.tau_high)
+        thresholds = others or (info.tau_low, info.tau_high)
+        edges, identity = EdgeLookup.read(stage, others), Identity.of(workspace)
     truth = None
     if config.truth is not None:
         truth = Truth.read(config.truth, workspace)

@@ -15,19 +15,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from fnpipe.mining.labels import check_thresholds
+from fnpipe.mining.edges import AMBIGUOUS, POSITIVE, UNSCORED
 from fnpipe.train.config import CHOICES
 from fnpipe.train.values import check_choices
 
 
 @dataclass(frozen=True, kw_only=True)
 class EcmConfig:
-    """What becomes of a hardest in-batch negative, by the discriminator's p (MAFA's ECM; its values)."""
+    """What becomes of a hardest in-batch negative, by its label (MAFA's ECM)."""
 
-    tau_low: float = 0.5
-    tau_high: float = 0.8
     false_negatives: Literal["positive", "drop", "ignore"] = "positive"
-    """p > tau_high: a new positive; or left out, of ITM and of its row's ITC; or nothing is judged at all."""
+    """Labelled positive: a new positive; or left out, of ITM and of its row's ITC; or nothing is judged at all."""
     unscored: Literal["negative", "next"] = "negative"
     """A hardest negative without a score is an ordinary negative, or gives way to the hardest one that has a score."""
     second: Literal["plain", "next-negative"] = "plain"
@@ -35,7 +33,6 @@ class EcmConfig:
     is no known positive."""
 
     def __post_init__(self) -> None:
-        check_thresholds(self.tau_low, self.tau_high)
         check_choices(self, {key: CHOICES[key] for key in ("false_negatives", "unscored", "second")})
 
 
@@ -80,35 +77,35 @@ class _Rows:
     hardest: torch.Tensor
     hardest_scored: torch.Tensor  # mask
     chosen: torch.Tensor
-    above: torch.Tensor  # mask: p > tau_high
-    between: torch.Tensor  # mask: tau_low <= p <= tau_high
+    above: torch.Tensor  # mask: labelled positive
+    between: torch.Tensor  # mask: labelled ambiguous
     itm: torch.Tensor
     itm_present: torch.Tensor  # mask
 
 
 def ecm_decisions(
-    sim_i2t: torch.Tensor, p: torch.Tensor | None, recorded: torch.Tensor | None, config: EcmConfig
+    sim_i2t: torch.Tensor, label: torch.Tensor | None, recorded: torch.Tensor | None, config: EcmConfig
 ) -> Decisions:
-    """Efficient connection mining (MAFA), with p looked up instead of computed in the step.
+    """Efficient connection mining (MAFA), with the verdict looked up instead of computed in the step.
 
-    For each text its most similar candidate image and for each image its most similar candidate text are judged by p:
-    above ``tau_high`` a new positive, below ``tau_low`` a negative, in between (thresholds included: the released code
-    leaves them in no class) replaced by the next hardest, label 0. Of equal similarities the lower index is harder.
+    For each text its most similar candidate image and for each image its most similar candidate text count as they are
+    labelled: positive, a new positive; negative, a negative; ambiguous, replaced by the next hardest, label 0. Of equal
+    similarities the lower index is harder.
     A new positive found from both sides is two rows of ITM and one of MLM (the released code: two of each).
 
     Args:
         sim_i2t: (B, B) similarities; only their order counts, and no gradient flows.
-        p: (B, B) match probability of image i and text j, NaN where unscored; None: nothing is scored.
+        label: (B, B) int8 codes of ``LABELS`` for image i and text j, -1 where not judged; None: nothing is.
         recorded: (B, B) bool, combinations that are no candidates for a negative because the data set records them (the
             same image's captions); the diagonal always is one. None: the diagonal alone.
     """
     size, device = len(sim_i2t), sim_i2t.device
     own = torch.eye(size, dtype=torch.bool, device=device)
     recorded = own if recorded is None else recorded | own
-    p = torch.full_like(sim_i2t, torch.nan) if p is None else p
+    label = torch.full(sim_i2t.shape, UNSCORED, device=device) if label is None else label
     sim = sim_i2t.detach()
-    images = _judge_rows(sim, p, ~recorded, config)
-    texts = _judge_rows(sim.T, p.T, ~recorded.T, config)
+    images = _judge_rows(sim, label, ~recorded, config)
+    texts = _judge_rows(sim.T, label.T, ~recorded.T, config)
 
     convert, drop = config.false_negatives == "positive", config.false_negatives == "drop"
     positives_i2t, positives_t2i = _block(images, images.above & convert), _block(texts, texts.above & convert)
@@ -138,10 +135,10 @@ def ecm_decisions(
     )
 
 
-def _judge_rows(sim: torch.Tensor, p: torch.Tensor, candidate: torch.Tensor, config: EcmConfig) -> _Rows:
+def _judge_rows(sim: torch.Tensor, label: torch.Tensor, candidate: torch.Tensor, config: EcmConfig) -> _Rows:
     """The verdict on each row's hardest candidate; all (B, B), anchors as rows."""
     by_similarity = sim.argsort(dim=1, descending=True, stable=True)
-    scored = ~p.isnan()
+    scored = label != UNSCORED
     hardest = _order(by_similarity, (~candidate).long())[:, 0]
     # Candidates first; of them, if so asked, the scored ones first. Both sorts are stable: similarity decides the rest.
     late = (~candidate).long() * 2 + (~scored & (config.unscored == "next")).long()
@@ -149,13 +146,13 @@ def _judge_rows(sim: torch.Tensor, p: torch.Tensor, candidate: torch.Tensor, con
     available = candidate.sum(1)
 
     chosen, exists = order[:, 0], available > 0
-    p_chosen = p.gather(1, chosen[:, None])[:, 0].nan_to_num(nan=-1.0)
-    above = exists & (p_chosen > config.tau_high)
-    between = exists & (p_chosen >= config.tau_low) & ~above
+    label_chosen = label.gather(1, chosen[:, None])[:, 0]
+    above = exists & (label_chosen == POSITIVE)
+    between = exists & (label_chosen == AMBIGUOUS)
 
     usable = candidate.gather(1, order)
     if config.second == "next-negative":
-        usable = usable & ~(p.gather(1, order) > config.tau_high)
+        usable = usable & (label.gather(1, order) != POSITIVE)
     usable[:, 0] = False
     second, has_second = order.gather(1, usable.int().argmax(1, keepdim=True))[:, 0], usable.any(1)
 

@@ -61,15 +61,15 @@ class StepInput:
     pixels: torch.Tensor
     ids: torch.Tensor
     recorded: torch.Tensor
-    p: torch.Tensor | None
+    label: torch.Tensor | None
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> StepInput:
         def move(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True)
 
-        p = None if batch.p is None else move(batch.p)
-        return cls(move(batch.pixels), move(batch.ids), move(batch.recorded), p)
+        label = None if batch.label is None else move(batch.label)
+        return cls(move(batch.pixels), move(batch.ids), move(batch.recorded), label)
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ class TrainStep(nn.Module):
         """What the batch's negatives count as, and the losses that need the two embeddings alone."""
         config, temp = self.config, self.model.temp
         sim_i2t = images @ texts.T
-        decisions = ecm_decisions(sim_i2t, batch.p, batch.recorded, config.ecm)
+        decisions = ecm_decisions(sim_i2t, batch.label, batch.recorded, config.ecm)
         if self.model.bias is not None:
             loss = sigmoid_itc_loss(sim_i2t, temp, self.model.bias, decisions, batch.recorded)
             return decisions, {"itc": loss}

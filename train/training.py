@@ -241,7 +241,7 @@ class Training:
         numbers = torch.stack([v.detach().double() for v in (total, *losses.values(), *decisions.counts.values())])
         values = dict(zip(names, numbers.tolist(), strict=True))
         counts = {name: values.pop(name) for name in decisions.counts}
-        if batch.p is not None:
+        if batch.label is not None:
             values["coverage"] = counts["scored"] / max(counts["hardest"], 1)
             values |= {
                 "positives": counts["positive"],
@@ -251,10 +251,7 @@ class Training:
             if self.falcon is not None:
                 values["mined_share"] = counts["positive"] / max(counts["hardest"], 1)
         if self.con_d is not None and self.position.step % self.config.agreement_steps == 0:
-            ecm = self.step.config.ecm
-            values["agreement"] = agreement(
-                batch, decisions, self.con_d, self.inputs.samples, ecm.tau_low, ecm.tau_high
-            )
+            values["agreement"] = agreement(batch, decisions, self.con_d, self.inputs.samples, *self.inputs.thresholds)
         if self.inputs.truth is not None:
             found, hardest = false_negatives(batch, decisions, self.inputs.truth.matches)
             values["false_negatives"] = found / max(hardest, 1)
@@ -438,8 +435,6 @@ def _step_config(config: TrainConfig, group: Processes) -> StepConfig:
 def _ecm_config(config: TrainConfig) -> EcmConfig:
     """Methods without ECM may be given edges to count with: they change nothing there."""
     return EcmConfig(
-        tau_low=config.tau_low if config.tau_low is not None else EcmConfig.tau_low,
-        tau_high=config.tau_high if config.tau_high is not None else EcmConfig.tau_high,
         false_negatives=config.false_negatives if config.method_losses.ecm else "ignore",  # type: ignore[arg-type]
         unscored=config.unscored if config.method_losses.ecm else "negative",  # type: ignore[arg-type]
         second=config.second,  # type: ignore[arg-type]

@@ -124,7 +124,7 @@ def _records(workspace: Workspace, edges: Stage) -> Iterator[list[_ImageRecord]]
             where[image_id] = (rest[0], rest[1], rest[2])
         positives, negatives = _judged(edges, path, captions)
         places = list(where.values())
-        url = workspace.shard_url(shard)
+        url = workspace.tar(shard)
         data = read_ranges([url] * len(places), [place[1] for place in places], [place[2] for place in places])
         yield [
             _ImageRecord(

@@ -226,7 +226,7 @@ def _records(workspace: Workspace, wanted: np.ndarray) -> list[tuple[int, str, l
             captions.setdefault(image_id, []).append(caption)
             ranges[image_id] = (offset, size)
         offsets, sizes = zip(*ranges.values(), strict=True)
-        pictures = read_ranges([workspace.shard_url(shard)] * len(ranges), offsets, sizes)
+        pictures = read_ranges([workspace.tar(shard)] * len(ranges), offsets, sizes)
         with ThreadPoolExecutor(THREADS) as pool:
             thumbnails = pool.map(partial(thumbnail, max_pixels=workspace.max_pixels), pictures)
         for (image_id, texts), small in zip(captions.items(), thumbnails, strict=True):

@@ -195,7 +195,7 @@ class Judge:
         table = self._of_images(shard, image_ids, ["image_offset", "image_size"])
         offsets, sizes = table["image_offset"].to_numpy(), table["image_size"].to_numpy()
         decode = partial(decode_or_none, max_pixels=self.workspace.max_pixels)
-        url = self.workspace.shard_url(shard)
+        url = self.workspace.tar(shard)
 
         def read(number: int) -> _Pictures:
             rows = slice(number * self.block_images, (number + 1) * self.block_images)

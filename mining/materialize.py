@@ -85,7 +85,7 @@ def _parts(plan: pa.Table) -> Iterator[pa.Table]:
 
 
 def _tar(workspace: Workspace, plan: pa.Table, pairs: pa.Table) -> bytes:
-    urls = [workspace.shard_url(shard) for shard in pairs["shard"].to_pylist()]
+    urls = [workspace.tar(shard) for shard in pairs["shard"].to_pylist()]
     pictures = read_ranges(urls, pairs["image_offset"].to_numpy(), pairs["image_size"].to_numpy())
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:

@@ -160,7 +160,7 @@ def _refuse_other_encoder(rows: ShardRows, description: Mapping[str, Any]) -> No
 def read_task(workspace: Workspace, shard: int) -> ShardTask:
     table = workspace.read_pairs(["image_id", "caption", "image_offset", "image_size"], shard=shard)
     first = np.flatnonzero(np.diff(table["image_id"].to_numpy(), prepend=-1))
-    url = workspace.shard_url(shard)
+    url = workspace.tar(shard)
     return ShardTask(
         shard=shard,
         # Another machine, or another working directory, has to find it too.
@@ -173,11 +173,9 @@ def read_task(workspace: Workspace, shard: int) -> ShardTask:
 
 
 def require_shards(workspace: Workspace, shards: Iterable[int]) -> None:
-    """Find a missing file before the first hour of work, not after it."""
+    """Find a missing or changed file before the first hour of work, not after it."""
     for shard in shards:
-        url = workspace.shard_url(shard)
-        if not is_remote(url) and not Path(local_path(url)).is_file():
-            raise InputError(f"{url}: the shard is gone; bring it back, or shard again into another directory")
+        workspace.tar(shard)
 
 
 def write_rows(stage: Stage, rows: ShardRows) -> None:

@@ -118,6 +118,12 @@ def read_tally(parts: Path, shard: int) -> Tally:
     return Tally(kept, found["captions_dropped"], found["images"])
 
 
+def read_tar_facts(parts: Path, shard: int) -> dict[str, Any]:
+    """What a finished part knows of the tar that was written with it."""
+    facts: dict[str, Any] = json.loads(pq.read_schema(part_path(parts, shard)).metadata.get(b"tar", b"{}"))
+    return facts
+
+
 def make_part(task: tuple[str, str, int]) -> int:
     """Make one shard: its tar, its quarantine, and last its part, which marks it as done.
 
@@ -196,6 +202,7 @@ class _PartMaker:
         self._seed = job.seed.to_bytes(16, "little", signed=True)
         self.tally = Tally()
         self.images_given = 0
+        self._tar_facts: dict[str, Any] = {}
 
     def run(self, tar: TarWriter | None) -> None:
         positions = self._batch.column("position").to_numpy()
@@ -208,13 +215,16 @@ class _PartMaker:
             self._add_block([image for image in cleaned if image.rows], tar)
         if tar is not None:
             tar.close()
+            self._tar_facts = tar.facts
 
     def write(self, parts: Path, shard: int) -> None:
         quarantine = self._quarantine.table()
         if len(quarantine):
             atomic.write_table(quarantine_path(parts, shard), quarantine)
         tally = {**vars(self.tally), "kept": dict(self.tally.kept)}
-        pairs = self._pairs.table().replace_schema_metadata({"tally": json.dumps(tally)})
+        pairs = self._pairs.table().replace_schema_metadata(
+            {"tally": json.dumps(tally), "tar": json.dumps(self._tar_facts)}
+        )
         atomic.write_table(part_path(parts, shard), pairs)
 
     def _with_captions(self, image: _ImageRows) -> _ImageRows:

@@ -23,9 +23,10 @@ from fnpipe.pipeline.claim import alone, begin, clear, describe_input, inputs_un
 from fnpipe.pipeline.decode import MAX_PIXELS
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.finishing import total_tally, write_quarantine, write_tables
-from fnpipe.pipeline.parts import PARTS, Job, Tally, make_part, part_path, shard_name
+from fnpipe.pipeline.parts import PARTS, Job, Tally, make_part, part_path, read_tar_facts, shard_name
 from fnpipe.pipeline.planning import Plan, read_sources
 from fnpipe.pipeline.progress import progress
+from fnpipe.pipeline.sharded_tars import describe_in_place
 from fnpipe.pipeline.sources.files import absolute
 from fnpipe.pipeline.sources.opening import open_sources
 from fnpipe.pipeline.sources.source import ReadOptions, Source
@@ -249,6 +250,10 @@ def _finish(root: Path, parts: Path, plan: Plan, config: ShardConfig, begun: dic
         },
         "notes": [note for source in plan.sources for note in source.notes] + _untrained(tables.splits),
         "shards": [_shard_url(plan, config, shard) for shard in tables.shards],
+        "tars": [
+            describe_in_place(plan.tar_of(shard)) if config.in_place else read_tar_facts(parts, shard)
+            for shard in tables.shards
+        ],
         "images_per_shard": tables.images,
         "pairs_per_shard": tables.pairs,
         "splits": dict(sorted(tables.splits.items())),

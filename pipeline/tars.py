@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.sources.files import size_of
@@ -36,23 +36,35 @@ class TarWriter:
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
         self._offset = 0
+        self._crc32 = 0
+        self._first: str | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Size, first member and checksum of what was written so far; see `sharded_tars`."""
+        return {"size": self._offset, "first": self._first, "crc32": self._crc32}
 
     def add(self, name: str, data: bytes) -> int:
         """Append a member and return the offset of its data; ``name`` is ASCII and shorter than 100 characters."""
         size = len(data)
-        self._file.write(_header(name, size))
-        self._file.write(data)
-        offset = self._offset + BLOCK
+        self._first = self._first or name
+        self._write(_header(name, size))
+        offset = self._offset
+        self._write(data)
         padding = -size % BLOCK
         if padding:
-            self._file.write(_ZERO_BLOCK[:padding])
-        self._offset = offset + size + padding
+            self._write(_ZERO_BLOCK[:padding])
         return offset
 
     def close(self) -> None:
         """Write the end mark; the file itself stays open."""
-        self._file.write(_END)
-        self._file.write(bytes(-(self._offset + len(_END)) % _RECORD))
+        self._write(_END)
+        self._write(bytes(-self._offset % _RECORD))
+
+    def _write(self, data: bytes) -> None:
+        self._file.write(data)
+        self._offset += len(data)
+        self._crc32 = zlib.crc32(data, self._crc32)
 
 
 def _header(name: str, size: int) -> bytes:

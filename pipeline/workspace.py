@@ -15,6 +15,7 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.decode import MAX_PIXELS
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.made_by import MADE_BY
+from fnpipe.pipeline.sharded_tars import require_unchanged
 from fnpipe.pipeline.stage import FORMAT_VERSION, META, Stage, read_object
 
 MANIFEST = "fnpipe.json"
@@ -72,6 +73,7 @@ class Workspace:
         self.manifest = manifest
         self.image_starts = _starts(manifest["images_per_shard"])
         self.pair_starts = _starts(manifest["pairs_per_shard"])
+        self._known_tars: set[int] = set()
 
     @classmethod
     def open(cls, path: str | Path) -> Workspace:
@@ -120,9 +122,20 @@ class Workspace:
         return np.searchsorted(self.pair_starts, pair_ids, side="right") - 1
 
     def shard_url(self, shard: int) -> str:
-        """Where the tar of ``shard`` lies: an absolute local path, or an fsspec URL."""
+        """Where the tar of ``shard`` lies, there or not: an absolute local path, or an fsspec URL."""
         url = str(self.manifest["shards"][shard])
         return url if "://" in url or url.startswith("/") else str((self.root / url).absolute())
+
+    def tar(self, shard: int) -> str:
+        """Where the tar of ``shard`` lies, for those who read pictures; it is looked at once.
+
+        Raises:
+            InputError: it is gone, or no longer the tar that was sharded.
+        """
+        if shard not in self._known_tars:
+            require_unchanged(self, shard)
+            self._known_tars.add(shard)
+        return self.shard_url(shard)
 
     def pairs_path(self, shard: int) -> Path:
         return self.root / "pairs" / f"{shard:05d}.parquet"

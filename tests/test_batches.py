@@ -205,18 +205,18 @@ def no_edges() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 def test_a_damaged_or_missing_shard_is_found_before_training(make_workspace: MakeWorkspace):
     workspace = make_workspace(12)
     samples = Samples.of(workspace)
-    samples.check()
+    samples.check(workspace)
     last = Path(samples.urls[2])
     whole = last.read_bytes()
     last.write_bytes(whole[:700])
     with pytest.raises(InputError, match=r"00002\.tar: damaged"):
-        samples.check()
+        samples.check(workspace)
     last.write_bytes(whole[512:] + bytes(512))
     with pytest.raises(InputError, match=r"00002\.tar: damaged"):
-        samples.check()
+        samples.check(workspace)
     last.unlink()
     with pytest.raises(InputError, match=r"00002\.tar: cannot be read"):
-        samples.check()
+        samples.check(workspace)
 
 
 def test_a_tar_header_is_known_by_its_checksum_and_size(make_workspace: MakeWorkspace):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from conftest import MakeWorkspace
+from conftest import MakePairs, MakeWorkspace
+from fnpipe.cli.app import run
 from fnpipe.mining.graph import Graph
 from fnpipe.mining.grouping import PLAN_SCHEMA, plan_path, read_plan
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.destination import destination, new_directory
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.made_by import make_again
+from fnpipe.pipeline.shard import ShardConfig, shard
 from fnpipe.pipeline.workspace import Workspace
 
 
@@ -138,6 +142,58 @@ def test_a_plan_whose_batches_do_not_count_on_or_whose_pairs_are_others_is_damag
 )
 def test_the_way_out_of_damage_is_the_command_that_makes_the_file(path: str, command: str):
     assert command in make_again(Path(path))
+
+
+# Tars
+
+CASES = Path(__file__).parent / "cases2" / "05-stale-in-place"
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tar indexed where it lies, with embeddings and a random plan; copied by who changes it."""
+    root = tmp_path_factory.mktemp("indexed")
+    shutil.copy(CASES / "before.tar", root / "x.tar")
+    for words in (["shard", str(root / "x.tar"), str(root / "ws"), "--in-place", "--verify"], *READS[:2]):
+        assert run([word.replace("ROOT", str(root)) for word in words]) == 0
+    return root
+
+
+READS = [
+    ["embed", "ROOT/ws", "--model", "demo", "--name", "demo", "--workers", "0"],
+    ["group", "ROOT/ws", "--sampling", "random", "--batch-size", "2", "--name", "r"],
+    ["embed", "ROOT/ws", "--model", "demo", "--name", "other", "--workers", "0"],
+    ["group", "ROOT/ws", "--sampling", "random", "--batch-size", "2", "--name", "r", "--materialize", "ROOT/out"],
+    ["mine-connections", "ROOT/ws", "--embeddings", "demo", "--discriminator", "itm:demo", "--candidates", "1"],
+    ["train", "ROOT/ws", "--method", "itc", "--run", "t", "--groups", "r", "--epochs", "1"],
+]
+
+
+def test_a_tar_that_was_written_anew_in_place_is_refused_by_whoever_reads_pictures(
+    indexed: Path, capsys: pytest.CaptureFixture[str]
+):
+    shutil.copy(CASES / "after.tar", indexed / "x.tar")
+    for words in READS[2:]:
+        assert run([word.replace("ROOT", str(indexed)) for word in words]) == 2, words
+        (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fnpipe: ")]
+        assert re.search(r"x\.tar: not the tar that was sharded .*fnpipe shard. again with --overwrite", line)
+    # A copy of the same bytes, of another time, is the same tar.
+    shutil.copy(CASES / "before.tar", indexed / "x.tar")
+    assert Workspace.open(indexed / "ws").tar(0) == str(indexed / "x.tar")
+
+
+def test_tars_that_changed_places_or_length_are_refused_and_looked_at_once(make_pairs: MakePairs, tmp_path: Path):
+    shard([str(make_pairs(6))], str(tmp_path / "ws"), ShardConfig(images_per_shard=2, workers=1))
+    tars = [tmp_path / "ws" / "shards" / f"{number:05d}.tar" for number in range(3)]
+    known = Workspace.open(tmp_path / "ws")
+    assert [entry["crc32"] for entry in known.manifest["tars"]] == [zlib.crc32(tar.read_bytes()) for tar in tars]
+    assert [known.tar(number) for number in range(3)] == [str(tar) for tar in tars]
+    swap(tars[0], tars[1])
+    os.truncate(tars[2], 1024)
+    for number, what in ((0, "first member is '00000002.png', not '00000000.png'"), (2, "size in bytes is 1,024")):
+        with pytest.raises(InputError, match=what):
+            Workspace.open(tmp_path / "ws").tar(number)
+        assert known.tar(number) == str(tars[number])
 
 
 # What a user names for output

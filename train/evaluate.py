@@ -162,6 +162,8 @@ def evaluate_model(
         with ``rerank`` also ``itm``: the same of the re-ranked lists, and ``top_k``.
     """
     samples = samples or Samples.of(workspace)
+    for shard in np.unique(workspace.shards_of(queries.image_ids)).tolist():
+        workspace.tar(shard)
     encoder = _Encoder(model, workspace, samples)
     pairs = top_k * (len(queries.image_ids) + len(queries.pair_ids)) if rerank else 0
     total = len(queries.image_ids) + len(queries.pair_ids) + pairs

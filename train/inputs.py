@@ -89,7 +89,7 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
     samples = Samples.of(workspace)
     stream = open_stream(config, plan)
     if stream is None:
-        samples.check()
+        samples.check(workspace)
     return Inputs(
         workspace=workspace,
         samples=samples,

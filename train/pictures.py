@@ -71,8 +71,8 @@ class Samples:
         texts: list[str] = self.captions.take(pa.array(pair_ids)).to_pylist()
         return texts
 
-    def check(self) -> None:
-        """See that every shard is there, is long enough, and holds tar members where the pairs say.
+    def check(self, workspace: Workspace) -> None:
+        """See that every shard is the one that was sharded, and holds tar members where the pairs say.
 
         Raises:
             InputError: one is not, or does not.
@@ -80,8 +80,9 @@ class Samples:
         # Ids are in shard order.
         starts = np.searchsorted(self.shard, np.arange(len(self.urls) + 1))
         checked = min(CHECKED_PER_SHARD, max(CHECKED_AT_LEAST, CHECKED // max(1, len(self.urls))))
-        for url, first, end in zip(self.urls, starts[:-1], starts[1:], strict=True):
+        for shard, (url, first, end) in enumerate(zip(self.urls, starts[:-1], starts[1:], strict=True)):
             if first < end:
+                workspace.tar(shard)
                 self._check_shard(url, np.arange(first, end), checked)
 
     def _check_shard(self, url: str, members: np.ndarray, checked: int) -> None:

@@ -64,7 +64,7 @@ def mine_connections_command(
         ),
     ] = None,
     score_recorded: Annotated[
-        bool, typer.Option("--score-recorded", help="Judge the recorded pairs too: recorded.parquet.")
+        bool, typer.Option("--score-recorded", help="Judge the recorded pairs too: _recorded/.")
     ] = False,
     plan: Annotated[
         bool, typer.Option("--plan", help="Say how many judgements and how long; judge nothing but a probe.")

@@ -19,7 +19,7 @@ import torch
 
 from fnpipe.mining.candidates import CandidateRuns, Candidates
 from fnpipe.mining.discriminators import AnyDiscriminator, EmbeddingDiscriminator
-from fnpipe.mining.edges import RECORDED_SCHEMA
+from fnpipe.mining.edges import RECORDED, edge_parts, part_path, recorded_parts, recorded_path
 from fnpipe.mining.inputs import MineConfig, MineInputs, count_new, of_shard
 from fnpipe.mining.judging import Judge
 from fnpipe.mining.labels import finish_edges, judged_probabilities, relabel_parts, share_threshold
@@ -32,9 +32,7 @@ from fnpipe.pipeline.workspace import Workspace
 
 __all__ = ["MineConfig", "MineSummary", "ShardJudge", "mine_connections", "summarise"]
 
-RECORDED = "recorded.parquet"
-_RECORDED_PARTS = "recorded"
-_CANDIDATES = "candidates"
+_CANDIDATES = "_candidates"
 
 
 @dataclass(frozen=True)
@@ -84,14 +82,15 @@ def mine_connections(
                 tau = (share_threshold(judged_probabilities(stage), config.positive_share),) * 2
                 relabel_parts(stage, *tau)
             unique = sum(new.values())
-            rows = sum(pq.read_metadata(_part(stage, shard)).num_rows for shard in range(workspace.n_shards))
+            rows = sum(pq.read_metadata(path).num_rows for path in edge_parts(stage))
             finish_edges(stage, *tau, unique_combinations=unique, undecodable=unique - rows, new_per_source=new)
-        if config.score_recorded and not (stage.path / RECORDED).exists():
+        if config.score_recorded and not recorded_parts(stage):
             atomic.sweep(stage.path)
             with torch_threads(threads):
                 _score_recorded(stage, inputs.judge(con_d))
-        for made_of in (_CANDIDATES, _RECORDED_PARTS):
-            shutil.rmtree(stage.path / made_of, ignore_errors=True)
+        if not recorded_parts(stage):
+            shutil.rmtree(stage.path / RECORDED, ignore_errors=True)
+        shutil.rmtree(stage.path / _CANDIDATES, ignore_errors=True)
     return summarise(stage)
 
 
@@ -115,22 +114,18 @@ def _params(config: MineConfig, con_d: AnyDiscriminator) -> dict[str, Any]:
     }
 
 
-def _part(stage: Stage, shard: int) -> Path:
-    return stage.path / f"part-{shard:05d}.parquet"
-
-
 Task = tuple[int, Candidates]
 JudgeAll = Callable[[Iterable[Task], Advance], Iterator[tuple[int, pa.Table]]]
 
 
 def _judge_shards(stage: Stage, runs: CandidateRuns, judge_all: JudgeAll) -> None:
     workspace = stage.workspace
-    shards = [shard for shard in range(workspace.n_shards) if not _part(stage, shard).exists()]
+    shards = [shard for shard in range(workspace.n_shards) if not part_path(stage, shard).exists()]
     total = sum(len(of_shard(runs, workspace, shard)) for shard in shards)
     tasks = ((shard, of_shard(runs, workspace, shard)) for shard in shards)
     with progress("judge", total, "combinations") as advance:
         for shard, table in judge_all(tasks, advance):
-            atomic.write_table(_part(stage, shard), table)
+            atomic.write_table(part_path(stage, shard), table)
 
 
 @contextmanager
@@ -180,20 +175,11 @@ class ShardJudge:
 
 
 def _score_recorded(stage: Stage, judge: Judge) -> None:
-    """Judge the recorded pairs, shard by shard, and join the parts in pair_id order."""
+    """Judge the recorded pairs, shard by shard, and add the parts to the list of what the stage holds."""
     workspace = stage.workspace
-    parts = [stage.path / _RECORDED_PARTS / f"{shard:05d}.parquet" for shard in range(workspace.n_shards)]
+    parts = [recorded_path(stage, shard) for shard in range(workspace.n_shards)]
     with progress("recorded pairs", workspace.splits().get("train", 0), "pairs") as advance:
         for shard, path in enumerate(parts):
             if not path.exists():
                 atomic.write_table(path, judge.recorded(shard, advance))
-    _join(parts, stage.path / RECORDED)
-
-
-def _join(parts: Iterable[Path], path: Path) -> None:
-    with (
-        atomic.replacing(path) as temporary,
-        pq.ParquetWriter(temporary, RECORDED_SCHEMA, **atomic.PARQUET) as writer,
-    ):
-        for part in parts:
-            writer.write_table(atomic.read_table(part, schema=RECORDED_SCHEMA))
+    stage.list_beside(parts)

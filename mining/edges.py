@@ -45,6 +45,12 @@ EDGES_SCHEMA = pa.schema(
 
 _FILLED = tuple(name for name in EDGES_SCHEMA.names if name not in ("rank_i2t", "rank_t2i", "uncertainty"))
 
+_PART = "part-"
+# The recorded pairs' scores. Programs that read a folder as one table pass over folders (pyarrow) and files (polars)
+# whose names begin with an underscore.
+RECORDED = "_recorded"
+RECORDED_OF_0_1_0 = "recorded.parquet"
+
 RECORDED_SCHEMA = pa.schema([("pair_id", pa.int64()), ("match_probability", pa.float32())])
 
 
@@ -177,9 +183,41 @@ class EdgesInfo:
 
 
 def edge_parts(stage: Stage) -> list[Path]:
-    """The parts of ``edges/<name>/`` in image_id order."""
-    # The hundred-thousandth part has a longer name, and would come before the ninety-thousandth by it.
-    return sorted(stage.path.glob("part-*.parquet"), key=lambda path: (len(path.name), path.name))
+    """The parts of ``edges/<name>/``, as its record lists them: in image_id order."""
+    return [path for path in stage.outputs() if path.parent == stage.path and path.name.startswith(_PART)]
+
+
+def part_path(stage: Stage, shard: int) -> Path:
+    return stage.path / f"{_PART}{shard:05d}.parquet"
+
+
+def shard_of_part(path: Path) -> int:
+    """The shard whose images a part judges; where the part stands in a list says nothing of it."""
+    return int(path.stem.removeprefix(_PART))
+
+
+def recorded_path(stage: Stage, shard: int) -> Path:
+    return stage.path / RECORDED / f"_{part_path(stage, shard).name}"
+
+
+def recorded_parts(stage: Stage) -> list[Path]:
+    """The files with the recorded pairs' scores; none where these were not judged."""
+    return [path for path in stage.outputs() if path.parent.name == RECORDED or path.name == RECORDED_OF_0_1_0]
+
+
+def read_recorded(stage: Stage) -> pa.Table:
+    """The discriminator's view of the recorded pairs (``RECORDED_SCHEMA``), in pair_id order.
+
+    Raises:
+        InputError: they were not scored.
+    """
+    stage.require()
+    parts = recorded_parts(stage)
+    if not parts:
+        raise InputError(f"{stage.path}: recorded pairs were not judged; run `{stage.command}` with --score-recorded")
+    names = RECORDED_SCHEMA.names
+    spans = {"pair_id": (0, stage.workspace.n_pairs)}
+    return pa.concat_tables(atomic.read_table(path, names, RECORDED_SCHEMA, names, spans) for path in parts)
 
 
 def read_part(stage: Stage, path: Path, columns: Sequence[str] | None = None) -> pa.Table:

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fnpipe.mining.edges import LABELS, NEGATIVE, POSITIVE, codes_in, edge_parts, read_part
+from fnpipe.mining.edges import LABELS, NEGATIVE, POSITIVE, codes_in, edge_parts, read_part, shard_of_part
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.destination import new_directory
 from fnpipe.pipeline.errors import InputError, nearest
@@ -113,7 +113,8 @@ class _Tally:
 
 def _records(workspace: Workspace, edges: Stage) -> Iterator[list[_ImageRecord]]:
     """The train images of one shard after the other."""
-    for shard, path in enumerate(edge_parts(edges)):
+    for path in edge_parts(edges):
+        shard = shard_of_part(path)
         pairs = workspace.read_pairs(
             ["image_id", "caption", "key", "image_offset", "image_size"], shard=shard, split="train"
         )

@@ -20,10 +20,11 @@ from fnpipe.mining.edges import (
     labels_of,
     named,
     read_part,
+    recorded_parts,
 )
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.stage import META, Stage
+from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.workspace import Workspace
 
 HISTOGRAM_BINS = 20
@@ -117,18 +118,21 @@ def _relabel(stage: Stage, tau_low: float, tau_high: float, positive_share: floa
         "inputs": meta["inputs"],
         **{key: meta[key] for key in _CARRIED},
         "complete": False,
+        # Relabelled again after a kill, the edges must still be all that were judged.
+        "outputs": {path.relative_to(stage.path).as_posix(): None for path in stage.outputs()},
     }
-    atomic.write_json(stage.path / META, {**begun, "params": params})
+    stage.require_outputs()
+    stage.write_meta({**begun, "params": params})
     taus = tau_low, tau_high
     if positive_share is not None:
         taus = (share_threshold(judged_probabilities(stage), positive_share),) * 2
     relabel_parts(stage, *taus)
     asked = {"tau_low": tau_low, "tau_high": tau_high, "positive_share": positive_share}
-    atomic.write_json(stage.path / META, {**begun, "params": {**params, **asked}})
+    stage.write_meta({**begun, "params": {**params, **asked}})
     finish_edges(stage, *taus)
 
 
 def finish_edges(stage: Stage, tau_low: float, tau_high: float, **facts: Any) -> None:
     """Count the labels and mark the edges as finished."""
-    outputs = [path.name for path in edge_parts(stage)]
-    stage.finish(outputs, **facts, tau_low=tau_low, tau_high=tau_high, **count_labels(stage))
+    counts = count_labels(stage)
+    stage.finish(edge_parts(stage), recorded_parts(stage), **facts, tau_low=tau_low, tau_high=tau_high, **counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _BLOCK = 1 << 20
@@ -18,9 +18,19 @@ def content_digest(path: Path) -> str:
     return total.hexdigest()
 
 
+def content_digests(paths: Sequence[Path], root: Path) -> dict[str, str]:
+    """sha256 of every file's contents, by its name relative to ``root``, in the order given."""
+    return {path.relative_to(root).as_posix(): content_digest(path) for path in paths}
+
+
+def digest_listed(digests: Mapping[str, str]) -> str:
+    """sha256 over names and `content_digests`, in their order."""
+    total = hashlib.sha256()
+    for name, digest in digests.items():
+        total.update(f"{name}\0{digest}\n".encode())
+    return total.hexdigest()
+
+
 def digest_files(paths: Sequence[Path], root: Path) -> str:
     """sha256 over the names (relative to ``root``) and contents of files, in the order given."""
-    total = hashlib.sha256()
-    for path in paths:
-        total.update(f"{path.relative_to(root).as_posix()}\0{content_digest(path)}\n".encode())
-    return total.hexdigest()
+    return digest_listed(content_digests(paths, root))

@@ -8,6 +8,7 @@ whose inputs have changed since is refused.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fnpipe.pipeline import atomic, lock
-from fnpipe.pipeline.digests import digest_files
+from fnpipe.pipeline.digests import content_digests, digest_listed
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.made_by import MADE_BY
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 # Of ``fnpipe.json`` and of every ``meta.json``.
 FORMAT_VERSION = 1
 META = "meta.json"
+# Programs that read a folder as one table pass over names that begin with an underscore.
+_META_OF = {"edges": "_meta.json"}
 LOCK = ".lock"
 
 _META_KEYS: dict[str, type] = {"params": dict, "inputs": dict, "digest": str}
@@ -43,21 +46,39 @@ class Stage:
         return self.workspace.root / self.name
 
     @property
+    def kind(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
     def command(self) -> str:
-        return f"fnpipe {MADE_BY.get(self.name.partition('/')[0], self.name)}"
+        return f"fnpipe {MADE_BY.get(self.kind, self.name)}"
+
+    @property
+    def record(self) -> Path:
+        """Where the stage's record is, or will be: ``meta.json``, in 0.1.0 for edges too, which now have a name of
+        their own for it."""
+        path = self.path / _META_OF.get(self.kind, META)
+        return path if path.exists() or not (self.path / META).exists() else self.path / META
 
     def meta(self) -> dict[str, Any] | None:
-        """What ``meta.json`` says, or None where the stage was never begun.
+        """What the record says, or None where the stage was never begun.
 
         Raises:
             InputError: it is damaged.
         """
-        meta = read_object(self.path / META)
+        meta = read_object(self.record)
         if meta is not None:
             for key in _META_KEYS if meta.get("complete") else ("params", "inputs"):
                 if not isinstance(meta.get(key), _META_KEYS[key]):
-                    raise InputError(f"{self.path / META}: damaged (no {key!r}); run `{self.command}` with --overwrite")
+                    raise InputError(f"{self.record}: damaged (no {key!r}); run `{self.command}` with --overwrite")
         return meta
+
+    def write_meta(self, meta: Mapping[str, Any]) -> None:
+        """Write the record, in the place of one that 0.1.0 left elsewhere."""
+        path = self.path / _META_OF.get(self.kind, META)
+        atomic.write_json(path, meta)
+        if path.name != META:
+            (self.path / META).unlink(missing_ok=True)
 
     @property
     def digest(self) -> str:
@@ -97,7 +118,7 @@ class Stage:
         made_with = json.loads(json.dumps({"params": dict(params), "inputs": dict(inputs)}))
         meta = self.meta()
         if meta is None:
-            atomic.write_json(self.path / META, {"format": FORMAT_VERSION, **made_with, "complete": False})
+            self.write_meta({"format": FORMAT_VERSION, **made_with, "complete": False})
         else:
             self._refuse_mixing(meta, made_with)
             if meta.get("complete"):
@@ -105,21 +126,44 @@ class Stage:
         atomic.sweep(self.path)
         return True
 
-    def finish(self, outputs: Sequence[str | Path], **facts: Any) -> dict[str, Any]:
-        """Mark the stage as finished: digest its ``outputs`` and record ``facts``.
+    def finish(
+        self, outputs: Sequence[str | Path], beside: Sequence[str | Path] = (), /, **facts: Any
+    ) -> dict[str, Any]:
+        """Mark the stage as finished: list its ``outputs`` with their digests, and record ``facts``.
 
         Args:
             outputs: names inside the stage, or whole paths, hashed in this order.
+            beside: further ones, which are listed, but are no part of the stage's own digest.
         """
-        meta = self.meta() or {}
-        meta = {
-            **facts,
-            **meta,
-            "complete": True,
-            "digest": digest_files([self._inside(p) for p in outputs], self.path),
-        }
-        atomic.write_json(self.path / META, meta)
+        made = self._digests(outputs)
+        listed = {**made, **self._digests(beside)}
+        meta = {**facts, **(self.meta() or {}), "complete": True, "digest": digest_listed(made), "outputs": listed}
+        self.write_meta(meta)
         return meta
+
+    def list_beside(self, outputs: Sequence[str | Path]) -> None:
+        """Add files to the list of a finished stage; its digest stays."""
+        meta = self.require()
+        listed = meta.get("outputs") or self._digests(self.outputs())
+        self.write_meta({**meta, "outputs": {**listed, **self._digests(outputs)}})
+
+    def outputs(self) -> list[Path]:
+        """The files of the stage in the order of its record; by rule where that lists none, as in 0.1.0."""
+        meta = self.meta() or {}
+        names = meta.get("outputs")
+        if not isinstance(names, dict):
+            names = _unlisted(self, meta)
+        return [self.path / name for name in names]
+
+    def missing(self) -> list[Path]:
+        """The outputs that are not there."""
+        outputs = self.outputs()
+        # One look at each folder instead of one at each file, of which there may be thousands.
+        there = {folder: _files(folder) for folder in {path.parent for path in outputs}}
+        return [path for path in outputs if path.name not in there[path.parent]]
+
+    def _digests(self, outputs: Sequence[str | Path]) -> dict[str, str]:
+        return content_digests([self._inside(path) for path in outputs], self.path)
 
     def _inside(self, output: str | Path) -> Path:
         # A workspace may be named by a relative path; a whole path then begins with it and must not get it twice.
@@ -130,7 +174,7 @@ class Stage:
         """``meta.json`` of a stage that is finished and whose inputs are still those it was made from.
 
         Raises:
-            InputError: it is missing, unfinished, or stale.
+            InputError: it is missing, unfinished, or stale, or a file that it lists is gone.
         """
         meta = self.meta()
         if meta is None:
@@ -139,7 +183,13 @@ class Stage:
             raise InputError(f"{self.path}: not finished; run the same `{self.command}` command again")
         for name, digest in meta["inputs"].items():
             self._require_fresh(name, digest)
+        self.require_outputs()
         return meta
+
+    def require_outputs(self) -> None:
+        """Refuse a stage of which a file is gone: with what is left, later stages would be made of less."""
+        if missing := self.missing():
+            raise atomic.gone(missing[0])
 
     def number(self, *keys: str) -> int:
         """A whole number that ``meta.json`` of the finished stage holds, such as ``number("params", "epochs")``.
@@ -151,7 +201,7 @@ class Stage:
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
         if type(value) is not int:
-            raise InputError(f"{self.path / META}: damaged (no {keys[-1]!r}); run `{self.command}` with --overwrite")
+            raise InputError(f"{self.record}: damaged (no {keys[-1]!r}); run `{self.command}` with --overwrite")
         return value
 
     def _require_fresh(self, name: str, digest: str) -> None:
@@ -177,6 +227,31 @@ class Stage:
                         f"{self.path}: started with {what} {_show(before.get(key))}, now {_show(now.get(key))}; "
                         f"{other}--overwrite to start afresh"
                     )
+
+
+def _unlisted(stage: Stage, meta: Mapping[str, Any]) -> list[str]:
+    """The files that a stage of 0.1.0 holds, whose record does not list them."""
+    shards = range(stage.workspace.n_shards)
+    if stage.kind == "embeddings":
+        arrays = [f"{kind}_emb/{kind}_emb_{shard:05d}.npy" for kind in ("img", "text") for shard in shards]
+        return [*arrays, "bad.parquet"]
+    if stage.kind == "graph":
+        return [f"{direction}.{part}.npy" for direction in ("i2t", "t2i") for part in ("ids", "sims")]
+    if stage.kind == "groups":
+        epochs = meta.get("params", {}).get("epochs")
+        return [f"epoch-{epoch:03d}.parquet" for epoch in range(epochs if type(epochs) is int else 0)]
+    if stage.kind == "edges":
+        scores = ["recorded.parquet"] if (stage.path / "recorded.parquet").is_file() else []
+        return [*(f"part-{shard:05d}.parquet" for shard in shards), *scores]
+    return []
+
+
+def _files(folder: Path) -> set[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name for entry in entries if entry.is_file()}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

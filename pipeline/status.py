@@ -11,7 +11,6 @@ from typing import Any
 import pyarrow.compute as pc
 
 from fnpipe.pipeline import atomic
-from fnpipe.pipeline.embeddings import image_array_path, text_array_path
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.made_by import MADE_BY
 from fnpipe.pipeline.parts import PARTS
@@ -133,20 +132,13 @@ def _state(stage: Stage) -> str:
     meta = stage.meta() or {}
     if not meta.get("complete"):
         return "not finished"
+    if stage.missing():
+        return GONE
     try:
         stage.require()
     except InputError:
         return "out of date"
-    return GONE if _files_are_gone(stage) else "finished"
-
-
-def _files_are_gone(stage: Stage) -> bool:
-    """Whether arrays of finished embeddings were deleted: they are large, and what is made of them can do without."""
-    if not stage.name.startswith("embeddings/"):
-        return False
-    shards = range(stage.workspace.n_shards)
-    arrays = (path_of(stage.path, shard) for path_of in (image_array_path, text_array_path) for shard in shards)
-    return not all(array.is_file() for array in arrays)
+    return "finished"
 
 
 def _run_state(run: Stage) -> tuple[str, dict[str, Any]]:

@@ -16,7 +16,7 @@ from fnpipe.pipeline.decode import MAX_PIXELS
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.made_by import MADE_BY
 from fnpipe.pipeline.sharded_tars import require_unchanged
-from fnpipe.pipeline.stage import FORMAT_VERSION, META, Stage, read_object
+from fnpipe.pipeline.stage import FORMAT_VERSION, Stage, read_object
 
 MANIFEST = "fnpipe.json"
 RUN_CONFIG = "config.json"
@@ -187,8 +187,10 @@ class Workspace:
         directory = self.root / kind
         if not directory.is_dir():
             return []
-        marker = RUN_CONFIG if kind == "runs" else META
-        return sorted(p.name for p in directory.iterdir() if (p / marker).exists())
+        records = (
+            p / RUN_CONFIG if kind == "runs" else Stage(self, f"{kind}/{p.name}").record for p in directory.iterdir()
+        )
+        return sorted(record.parent.name for record in records if record.exists())
 
     def only(self, kind: str, flag: str) -> str:
         """The only name under ``kind``, for a flag that was not given.

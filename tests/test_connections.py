@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,13 +13,14 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
+import pyarrow.dataset as ds
 import pytest
 
 from conftest import MakeWorkspace, flat_colour, png
+from fnpipe.cli.app import run
 from fnpipe.mining.connections import MineConfig, mine_connections
 from fnpipe.mining.discriminators import ClipDiscriminator, LogisticFit
-from fnpipe.mining.edges import EDGES_SCHEMA, read_edges
+from fnpipe.mining.edges import EDGES_SCHEMA, EdgeLookup, read_edges, read_recorded
 from fnpipe.mining.forecast import plan_mining
 from fnpipe.mining.grouping import PLAN_SCHEMA
 from fnpipe.mining.inputs import sample_candidates
@@ -27,6 +29,7 @@ from fnpipe.mining.labels import relabel, share_threshold
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.status import status
 from fnpipe.pipeline.workspace import Workspace
 
 
@@ -213,7 +216,7 @@ def test_only_train_pairs_with_embeddings_are_judged(make_workspace: MakeWorkspa
     owner = workspace.read_pairs(["image_id"])["image_id"].to_pylist()
     assert max(r["image_id"] for r in rows) < 20
     assert max(owner[r["pair_id"]] for r in rows) < 20
-    recorded = pq.read_table(workspace.root / "edges/e/recorded.parquet")
+    recorded = read_recorded(workspace.stage("edges/e"))
     assert recorded["pair_id"].to_pylist() == workspace.read_pairs(["pair_id"], split="train")["pair_id"].to_pylist()
 
 
@@ -223,15 +226,101 @@ def test_recorded_pairs_are_judged_on_request_even_afterwards(make_workspace: Ma
     edges = parts_of(workspace, "e")
     con_d = TableDiscriminator(stable_p)
     mine_connections(workspace, MineConfig(name="e", score_recorded=True), con_d)
-    table = pq.read_table(workspace.root / "edges/e/recorded.parquet")
+    table = read_recorded(workspace.stage("edges/e"))
     assert table.column_names == ["pair_id", "match_probability"]
     pairs = workspace.read_pairs(["image_id", "caption"]).to_pylist()
     expected = [np.float32(stable_p(flat_colour(pair["image_id"]), pair["caption"])) for pair in pairs]
     assert table["match_probability"].to_pylist() == expected
     after = parts_of(workspace, "e")
-    after.pop("recorded.parquet")
+    before_meta, after_meta = (json.loads(files.pop("_meta.json")) for files in (edges, after))
+    scores = {name: after.pop(name) for name in list(after) if name.startswith("_recorded/")}
     assert after == edges
+    listed = after_meta.pop("outputs")
+    assert list(listed) == [*before_meta.pop("outputs"), *scores]
+    assert after_meta == before_meta
     assert len(con_d.judged) == len(pairs)
+
+
+def as_in_0_1_0(stage):
+    """Move a stage of edges to the names that 0.1.0 gave, whose record listed no outputs."""
+    meta = json.loads((stage.path / "_meta.json").read_bytes())
+    if (stage.path / "_recorded").is_dir():
+        atomic.write_table(stage.path / "recorded.parquet", read_recorded(stage))
+        shutil.rmtree(stage.path / "_recorded")
+    atomic.write_json(stage.path / "meta.json", {key: meta[key] for key in meta if key != "outputs"})
+    (stage.path / "_meta.json").unlink()
+
+
+def test_edges_of_0_1_0_are_read_where_they_are_and_relabelled_into_today_s_names(make_workspace: MakeWorkspace):
+    workspace = build(make_workspace)
+    stage = workspace.stage("edges/e")
+    mine_connections(workspace, MineConfig(name="e", score_recorded=True), TableDiscriminator(stable_p))
+    digest, rows, scores = stage.digest, read_edges(stage), read_recorded(stage)
+    as_in_0_1_0(stage)
+    assert workspace.names("edges") == ["e"]
+    assert stage.digest == digest
+    assert read_edges(stage).equals(rows)
+    assert read_recorded(stage).equals(scores)
+    idle = TableDiscriminator(stable_p)
+    mine_connections(workspace, MineConfig(name="e", score_recorded=True), idle)
+    assert idle.judged == []
+    relabel(workspace, "e", 0.1, 0.2)
+    relabel(workspace, "e", MineConfig.tau_low, MineConfig.tau_high)
+    assert stage.digest == digest
+    assert stage.record.name == "_meta.json"
+    assert not (stage.path / "meta.json").exists()
+    assert read_recorded(stage).equals(scores)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_lost_part_is_named_by_every_reader_and_not_worked_around(make_workspace: MakeWorkspace, tmp_path, old: bool):
+    workspace = build(make_workspace)
+    mine_connections(workspace, MineConfig(name="e"), TableDiscriminator(stable_p))
+    stage = workspace.stage("edges/e")
+    if old:
+        as_in_0_1_0(stage)
+    (stage.path / "part-00002.parquet").unlink()
+    record = stage.record.read_bytes()
+    root = str(workspace.root)
+    for words in (
+        ["inspect", root, "--edges", "e"],
+        ["relabel", root, "--edges", "e", "--tau-low", "0.1", "--tau-high", "0.2"],
+        ["export", root, str(tmp_path / "out"), "--edges", "e", "--to", "hf"],
+        ["train", root, "--method", "adapter", "--edges", "e", "--run", "r", "--epochs", "1"],
+    ):
+        assert run(words) == 2, words
+    for read in (read_edges, EdgeLookup.read, lambda stage: relabel(workspace, "e", 0.1, 0.2)):
+        with pytest.raises(InputError, match=r"part-00002.parquet: gone; make it again: `fnpipe mine-connections"):
+            read(stage)
+    assert stage.record.read_bytes() == record
+    assert not (tmp_path / "out").exists()
+    (state,) = (s["state"] for s in status(root)["stages"] if s["name"] == "edges/e")
+    assert state == "files are gone"
+
+
+def test_a_part_lost_while_a_relabelling_was_killed_is_missed_when_it_goes_on(
+    make_workspace: MakeWorkspace, monkeypatch
+):
+    workspace = build(make_workspace)
+    mine_connections(workspace, MineConfig(name="e"), TableDiscriminator(stable_p))
+    with monkeypatch.context() as patched:
+        patched.setattr(atomic, "write_table", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            relabel(workspace, "e", 0.1, 0.2)
+    (workspace.root / "edges/e/part-00000.parquet").unlink()
+    with pytest.raises(InputError, match=r"part-00000.parquet: gone"):
+        relabel(workspace, "e", 0.1, 0.2)
+
+
+def test_a_stage_lists_what_it_left_with_digests(make_workspace: MakeWorkspace):
+    workspace = build(make_workspace)
+    mine_connections(workspace, MineConfig(name="e", score_recorded=True), TableDiscriminator(stable_p))
+    stage = workspace.stage("edges/e")
+    listed = stage.require()["outputs"]
+    parts = [f"part-{shard:05d}.parquet" for shard in range(5)]
+    assert list(listed) == [*parts, *(f"_recorded/_{part}" for part in parts)]
+    assert all(hashlib.sha256((stage.path / n).read_bytes()).hexdigest() == digest for n, digest in listed.items())
+    assert stage.outputs() == [stage.path / name for name in listed]
 
 
 def test_plan_counts_what_is_new_in_every_epoch_and_writes_nothing(make_workspace: MakeWorkspace):
@@ -333,7 +422,7 @@ def test_relabel_moves_thresholds_as_if_judged_with_them(make_workspace: MakeWor
     mine_connections(workspace, MineConfig(name="b", tau_low=0.2, tau_high=0.6), TableDiscriminator(stable_p))
     relabel(workspace, "a", 0.2, 0.6)
     a, b = parts_of(workspace, "a"), parts_of(workspace, "b")
-    meta_a, meta_b = (json.loads(files.pop("meta.json")) for files in (a, b))
+    meta_a, meta_b = (json.loads(files.pop("_meta.json")) for files in (a, b))
     assert a == b
     assert meta_a == meta_b
     # The edges are now those of a pass with the new thresholds.
@@ -348,7 +437,7 @@ def test_relabel_moves_a_share_as_if_judged_with_it(make_workspace: MakeWorkspac
     mine_connections(workspace, MineConfig(name="b", positive_share=0.3), TableDiscriminator(stable_p))
     relabel(workspace, "a", MineConfig.tau_low, MineConfig.tau_high, positive_share=0.3)
     a, b = parts_of(workspace, "a"), parts_of(workspace, "b")
-    assert json.loads(a.pop("meta.json")) == json.loads(b.pop("meta.json"))
+    assert json.loads(a.pop("_meta.json")) == json.loads(b.pop("_meta.json"))
     assert a == b
     with pytest.raises(InputError, match="--positive-share 1"):
         relabel(workspace, "a", 0.5, 0.8, positive_share=1.0)
@@ -377,7 +466,7 @@ def test_a_killed_relabel_is_no_pass_and_goes_on_when_run_again(make_workspace: 
     relabel(workspace, "a", 0.1, 0.2)
     mine_connections(workspace, MineConfig(name="b", tau_low=0.1, tau_high=0.2), TableDiscriminator(stable_p))
     a, b = parts_of(workspace, "a"), parts_of(workspace, "b")
-    assert json.loads(a.pop("meta.json")) == json.loads(b.pop("meta.json"))
+    assert json.loads(a.pop("_meta.json")) == json.loads(b.pop("_meta.json"))
     assert a == b
 
 
@@ -398,12 +487,12 @@ mine_connections(Workspace.open(sys.argv[1]), config, TableDiscriminator(deadly)
 """
 
 
-@pytest.mark.parametrize("last", ["candidates/index.json", "part-00001.parquet", "recorded/00002.parquet"])
+@pytest.mark.parametrize("last", ["_candidates/index.json", "part-00001.parquet", "_recorded/_part-00002.parquet"])
 def test_a_killed_pass_goes_on_to_the_same_bytes(make_workspace: MakeWorkspace, last: str):
     workspace = build(make_workspace)
     copy = workspace.root.parent / "copy"
     shutil.copytree(workspace.root, copy)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     command = [sys.executable, "-c", KILLED, str(copy), str(copy / "edges/e" / last)]
     assert subprocess.run(command, env=environment, stderr=subprocess.DEVNULL).returncode == -signal.SIGKILL
     config = MineConfig(name="e", score_recorded=True, positive_share=0.2)
@@ -416,14 +505,16 @@ def test_edges_open_in_other_programs(make_workspace: MakeWorkspace):
     duckdb, polars, pandas = (pytest.importorskip(name) for name in ("duckdb", "polars", "pandas"))
     datasets = pytest.importorskip("datasets")
     workspace = build(make_workspace)
-    summary = mine_connections(workspace, MineConfig(name="e"), TableDiscriminator(stable_p))
+    config = MineConfig(name="e", score_recorded=True)
+    summary = mine_connections(workspace, config, TableDiscriminator(stable_p))
     folder = workspace.root / "edges/e"
     wanted = summary.labels["positive"]
-    files = f"{folder}/part-*.parquet"
+    files = f"{folder}/*.parquet"
     assert duckdb.sql(f"select count(*) from '{files}' where label = 'positive'").fetchall() == [(wanted,)]
-    assert polars.read_parquet(files).filter(polars.col("label") == "positive").height == wanted
-    frame = pandas.concat([pandas.read_parquet(p) for p in sorted(folder.glob("part-*.parquet"))])
-    assert (frame.label == "positive").sum() == wanted
+    frame = polars.scan_parquet(folder, hidden_file_prefix="_").collect()
+    assert frame.filter(polars.col("label") == "positive").height == wanted
+    assert (pandas.read_parquet(folder).label == "positive").sum() == wanted
+    assert ds.dataset(folder).count_rows(ds.field("label").cast("string") == "positive") == wanted
     loaded = datasets.Dataset.from_parquet(sorted(map(str, folder.glob("part-*.parquet"))), cache_dir=str(folder / "c"))
     assert sum(label == "positive" for label in loaded["label"]) == wanted
 
@@ -449,4 +540,4 @@ def test_impossible_settings_are_refused(fields, message):
 def test_runs_are_removed_when_the_pass_is_done(make_workspace: MakeWorkspace):
     workspace = build(make_workspace)
     mine_connections(workspace, MineConfig(name="e"), TableDiscriminator(stable_p))
-    assert sorted(parts_of(workspace, "e")) == ["meta.json", *(f"part-{s:05d}.parquet" for s in range(5))]
+    assert sorted(parts_of(workspace, "e")) == ["_meta.json", *(f"part-{s:05d}.parquet" for s in range(5))]

@@ -24,7 +24,9 @@ from fnpipe.mining.edges import (
     edge_parts,
     label_candidates,
     named,
+    part_path,
     read_edges,
+    shard_of_part,
 )
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
@@ -87,9 +89,11 @@ def test_edges_come_back_typed_and_in_order(stage):
 
 
 def test_parts_stay_in_order_beyond_99_999_of_them(stage):
-    for number in (99_999, 100_000, 9):
+    shards = [0, 1, 2, 9, 99_999, 100_000]
+    for number in shards[3:]:
         write_part(stage, number, [])
-    assert [path.name[5:-8] for path in edge_parts(stage)] == ["00000", "00001", "00002", "00009", "99999", "100000"]
+    stage.finish([part_path(stage, number) for number in shards])
+    assert [shard_of_part(path) for path in edge_parts(stage)] == shards
 
 
 def test_lookup_answers_blocks_and_says_what_was_not_judged(stage):
@@ -115,7 +119,7 @@ def test_reading_a_lookup_holds_little_beside_its_13_bytes_an_edge(make_workspac
         columns |= {"image_id": images, "pair_id": rng.integers(0, 3, each), "label": named(np.zeros(each), LABELS)}
         columns |= {"match_probability": pa.array(rng.random(each), pa.float32())}
         atomic.write_table(stage.path / f"part-{number:05d}.parquet", pa.table(columns, schema=EDGES_SCHEMA))
-    stage.finish([])
+    stage.finish([part_path(stage, number) for number in range(10)])
     tracemalloc.start()
     lookup = EdgeLookup.read(stage)
     peak = tracemalloc.get_traced_memory()[1]

@@ -410,7 +410,9 @@ def test_doubted_pairs_are_left_out(workspace: Workspace):
         "pair_id": np.arange(2 * IMAGES),
         "match_probability": np.repeat(np.arange(IMAGES) >= 10, 2).astype(np.float32),
     }
-    atomic.write_table(stage.path / "recorded.parquet", pa.table(table))
+    scores = stage.path / "_recorded/_part-00000.parquet"
+    atomic.write_table(scores, pa.table(table))
+    stage.list_beside([scores])
     values = {**FALCON, "edges": "made", "min_recorded_probability": 0.5, "epochs": 1, "search_space": 16}
     train(workspace, values, run="r")
     assert len(logged(workspace, "r")) == 4

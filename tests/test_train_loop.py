@@ -415,7 +415,10 @@ def test_recorded_pairs_that_are_doubted_are_left_out(mafa_workspace: Workspace)
     # Image 3's first caption is pair 6: it stands in batch 3. Batch 5 (images 5, 11, 17, 23) goes as a whole.
     p = {6: 0.4, 10: 0.1, 22: 0.1, 34: 0.1, 46: 0.1, 8: 0.5, 0: float("nan")}
     table = pa.table({"pair_id": list(p), "match_probability": pa.array(list(p.values()), pa.float32())})
-    atomic.write_table(mafa_workspace.root / "edges/made/recorded.parquet", table)
+    edges = mafa_workspace.stage("edges/made")
+    scores = edges.path / "_recorded/_part-00000.parquet"
+    atomic.write_table(scores, table)
+    edges.list_beside([scores])
     summary = train(mafa_workspace, {**MAFA, "min_recorded_probability": 0.5}, run="r")
     assert summary["steps"] == 10
     assert summary["images_seen"] == 2 * 19

@@ -112,7 +112,7 @@ class TrainConfig:
         itm, mlm: turn a loss of the method on or off.
         mask_rate: share of the tokens that MLM masks.
         min_recorded_probability: leave out recorded pairs that the discriminator doubts: those whose p, in the edges'
-            ``recorded.parquet``, is lower.
+            ``_recorded/``, is lower.
         tau_low, tau_high: bounds on p (None: those of the edges).
         false_negatives: mined ones become ``positive``, are taken out (``drop``), or stay negatives (``ignore``).
         unscored: a hardest negative without a score is a ``negative``, or the hardest scored one is taken (``next``).

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fnpipe.mining.edges import TAU_HIGH, TAU_LOW, EdgeLookup, EdgesInfo
+from fnpipe.mining.edges import TAU_HIGH, TAU_LOW, EdgeLookup, EdgesInfo, read_recorded
 from fnpipe.mining.grouping import plan_epochs
 from fnpipe.mining.members import members_of, read_members
 from fnpipe.mining.records import Identity
 from fnpipe.mining.truth import Truth
-from fnpipe.pipeline import atomic
 from fnpipe.pipeline.digests import digest_files
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
@@ -194,12 +193,8 @@ def doubted_pairs(edges: Stage, minimum: float) -> np.ndarray:
     Raises:
         InputError: the recorded pairs were not scored.
     """
-    path = edges.path / "recorded.parquet"
-    if not path.is_file():
-        raise InputError(f"{path}: not there; run `fnpipe mine-connections` with --score-recorded")
-    pairs = edges.workspace.n_pairs
-    table = atomic.read_table(path, columns=["pair_id", "match_probability"], spans={"pair_id": (0, pairs)})
-    doubted = np.zeros(pairs, bool)
+    table = read_recorded(edges)
+    doubted = np.zeros(edges.workspace.n_pairs, bool)
     # NaN compares as False.
     doubted[table["pair_id"].to_numpy()] = table["match_probability"].to_numpy() < np.float32(minimum)
     return doubted

@@ -15,13 +15,16 @@ from typing import Any
 
 import numpy as np
 import simplejpeg
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, TiffTags, UnidentifiedImageError
+from PIL.TiffImagePlugin import TiffImageFile
+
+from fnpipe.pipeline.inner_sizes import icon_sizes, tile_size
 
 MAX_PIXELS = 89_478_485
 
-# Our own limit, tested on the header before decoding, replaces Pillow's, which warns where we refuse and cannot be
-# raised per call.
-Image.MAX_IMAGE_PIXELS = None
+# Our own limit is tested on the header before decoding. Pillow's, the same for all calls, stands behind it for pictures
+# inside pictures; it refuses what has more than twice as many pixels.
+Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 # Pillow warns once per odd palette or EXIF block; such pictures are kept, and a data set has thousands of them.
 warnings.filterwarnings("ignore", module=r"PIL\.")
 
@@ -33,6 +36,7 @@ _EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
 
 _ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)
+_NUMBERS = (TiffTags.SHORT, TiffTags.LONG, TiffTags.RATIONAL, TiffTags.SIGNED_RATIONAL)
 # Modes whose way to RGB cannot fail once the picture is loaded, so that loading is all a check needs.
 _SAFE_MODES = frozenset({"1", "L", "P", "RGB", "RGBA", "LA", "CMYK", "I;16", "YCbCr"})
 
@@ -81,7 +85,9 @@ def inspect_image(data: bytes, *, max_pixels: int = MAX_PIXELS, full: bool = Tru
         _load(image)
         if image.mode not in _SAFE_MODES:
             _to_rgb(image)
-    return _facts(*image.size, _orientation(image), _EXTENSIONS.get(image.format or ""))
+    # Pillow gives a TIFF's size as it will be once it is turned, which it does itself.
+    orientation = 1 if image.format == "TIFF" else _orientation(image)
+    return _facts(*image.size, orientation, _EXTENSIONS.get(image.format or ""))
 
 
 def decode_rgb(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
@@ -184,13 +190,22 @@ def _formats() -> tuple[str, ...]:
 def _open(data: bytes, max_pixels: int) -> Image.Image:
     if not data:
         raise BadImage("empty-file", "0 bytes")
+    for width, height in icon_sizes(data):
+        _check_pixels(width, height, max_pixels, "an entry of ")
+    if max_pixels > 2 * (Image.MAX_IMAGE_PIXELS or 0):
+        Image.MAX_IMAGE_PIXELS = max_pixels
     try:
         image = Image.open(io.BytesIO(data), formats=_formats())
     except UnidentifiedImageError:
         raise BadImage("decode-error", _what_it_is(data)) from None
+    except Image.DecompressionBombError as error:
+        raise BadImage("too-many-pixels", str(error)) from None
     except Exception as error:  # decoders raise whatever they like; all of it is this picture's trouble
         raise BadImage("decode-error", _say(error)) from None
     _check_pixels(*image.size, max_pixels)
+    tile = tile_size(image.tag_v2) if isinstance(image, TiffImageFile) else None
+    if tile is not None:
+        _check_pixels(*tile, max_pixels, "a tile of ")
     return image
 
 
@@ -199,6 +214,8 @@ def _load(image: Image.Image) -> None:
         image.load()
     except MemoryError:
         raise
+    except Image.DecompressionBombError as error:
+        raise BadImage("too-many-pixels", str(error)) from None
     except Exception as error:
         raise BadImage("decode-error", _say(error)) from None
 
@@ -225,26 +242,41 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 
 
 def _to_8_bits(values: np.ndarray) -> np.ndarray:
-    """(H, W) of wide integers or floats -> uint8, over the range that the values use: 8 bits, 16 bits, or 0 to 1."""
+    """(H, W) of wide integers or floats -> uint8, over the range that the values use.
+
+    Integers use 8 bits, 16 bits or up to their largest value; floats 0 to 1, 0 to 255 or up to their largest value.
+    """
     if values.dtype.kind == "f":
-        values = np.nan_to_num(values)
-        values = values * 255 if values.max(initial=0) <= 1 else values
-    elif values.dtype == np.uint16 or values.max(initial=0) > 255:
-        values = values.astype(np.int64) >> 8
+        finite = values[np.isfinite(values)]
+        largest = float(finite.max(initial=0))
+        values = np.nan_to_num(values, posinf=largest, neginf=0)
+        values = values * (255 / largest) if largest > 255 else values * 255 if largest <= 1 else values
+    else:
+        largest = int(values.max(initial=0))
+        if largest > 65535:
+            values = values.astype(np.int64) * 255 // largest
+        elif values.dtype == np.uint16 or largest > 255:
+            values = values.astype(np.int64) >> 8
     narrow: np.ndarray = np.clip(values, 0, 255).astype(np.uint8)
     return narrow
 
 
 def _orientation(image: Image.Image) -> int:
+    """The EXIF orientation, 1 to 8; 1 where there is none, or where the block that says it is damaged."""
     try:
         exif = image.getexif()
         value: Any = exif.get(_ORIENTATION, 1)
-        if value != 1:
-            # A block that cannot be written again is damaged, and its rotation is not to be believed.
-            exif.tobytes()
     except Exception:  # a broken EXIF block does not spoil the picture
         return 1
-    return value if value in range(1, 9) else 1
+    return value if value in range(2, 9) and not _is_mixed_up(exif) else 1
+
+
+def _is_mixed_up(exif: Image.Exif) -> bool:
+    """Whether a tag that stands for numbers holds text: bytes were lost, and other tags may be as wrong.
+
+    Numbers that are merely odd (a resolution of -1/0) do not count.
+    """
+    return any(isinstance(value, str) and TiffTags.lookup(tag).type in _NUMBERS for tag, value in exif.items())
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
@@ -264,9 +296,9 @@ def _facts(width: int, height: int, orientation: int, extension: str | None) -> 
     return ImageFacts(width, height, extension)
 
 
-def _check_pixels(width: int, height: int, max_pixels: int) -> None:
+def _check_pixels(width: int, height: int, max_pixels: int, of: str = "") -> None:
     if width * height > max_pixels:
-        raise BadImage("too-many-pixels", f"{width}x{height} is more than {max_pixels:,} pixels")
+        raise BadImage("too-many-pixels", f"{of}{width}x{height} is more than {max_pixels:,} pixels")
 
 
 def _what_it_is(data: bytes) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fnpipe.pipeline.decode import BadImage
+from fnpipe.pipeline.sources.files import other_forms
 from fnpipe.pipeline.sources.rows import WHOLE_FILE
 from fnpipe.pipeline.storage import filesystem, is_remote, local_path, read_ranges
 
@@ -68,6 +69,15 @@ class ImageReader:
         return out
 
     def _read(self, image: str) -> bytes | BadImage:
+        found = self._read_named(image)
+        if isinstance(found, BadImage) and found.reason == "missing-file":
+            for other in other_forms(image):
+                again = self._read_named(other)
+                if not (isinstance(again, BadImage) and again.reason == "missing-file"):
+                    return again
+        return found
+
+    def _read_named(self, image: str) -> bytes | BadImage:
         path = os.path.normpath(os.path.join(self._base, image))
         try:
             if not self._stays_inside(path):
@@ -118,8 +128,19 @@ class ImageReader:
         return os.path.commonpath([real, self._real]) == self._real
 
     def _read_remote(self, images: list[str]) -> list[bytes | BadImage]:
+        found = self._read_remote_named(images)
+        for i, image in enumerate(images):
+            for other in other_forms(image):
+                if isinstance(bad := found[i], BadImage) and bad.reason == "missing-file":
+                    (again,) = self._read_remote_named([other])
+                    found[i] = bad if isinstance(again, BadImage) and again.reason == "missing-file" else again
+        return found
+
+    def _read_remote_named(self, images: list[str]) -> list[bytes | BadImage]:
         fs, base = filesystem(self.root)
-        paths = [posixpath.normpath(posixpath.join(base, image)) for image in images]
+        # Some file systems keep the scheme, whose slashes are no detour.
+        scheme, separator, folder = base.rpartition("://")
+        paths = [scheme + separator + posixpath.normpath(posixpath.join(folder, image)) for image in images]
         inside = [path == base or path.startswith(base.rstrip("/") + "/") for path in paths]
         found = fs.cat([path for path, fine in zip(paths, inside, strict=True) if fine], on_error="return")
         # fsspec answers a single path with its bytes alone.

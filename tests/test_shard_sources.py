@@ -76,6 +76,8 @@ def test_cleaning_leaves_letters_digits_and_signs_alone(text: str):
         (" two  words\n", "two words"),
         ("a\x00b", "ab"),
         ("\u200b\ufeff", ""),
+        ("\u2067\u2069 \ufe0f\u3164\u2800\U000e0020", ""),
+        ("\u2764\ufe0f", "\u2764\ufe0f"),
         ("half \ud83c a pair", "half a pair"),
         ("می\u200cخواهم", "می\u200cخواهم"),
         ("no\u00a0break", "no break"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import io
 import itertools
+import math
 import os
 import re
+import unicodedata
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +20,14 @@ from fnpipe.pipeline.storage import filesystem, is_remote, local_path
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _GZIP_MARK = b"\x1f\x8b"
 _BRACES = re.compile(r"\{([^{}]*)\}")
+_RESOURCE_FORK = "._"
 _LONGEST_LINE = 1 << 26
+# A range of more files is a slip; a number of more digits is none that files are counted by.
+_MOST_NAMES = 1_000_000
+_MOST_DIGITS = 18
+# What compressed data may unpack to: pictures hardly shrink, and text by 10 to 50 times. gzip can pack 1,000 times.
+_UNPACKED_FREELY = 1 << 30
+_MOST_TIMES = 200
 
 
 def exists(path: str) -> bool:
@@ -72,12 +81,27 @@ class _Unpacked(gzip.GzipFile):
     def __init__(self, raw: IO[bytes], path: str) -> None:
         super().__init__(fileobj=raw)
         self._path = path
+        self._limit = unpacked_limit(path)
 
     def read(self, size: int | None = -1) -> bytes:
+        if self.tell() > self._limit:
+            raise unpacks_too_far(self._path)
         try:
             return super().read(size)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise InputError(f"{self._path}: its compressed data is damaged or cut off ({error})") from None
+
+
+def unpacked_limit(path: str) -> int:
+    """The bytes that a compressed file may unpack to."""
+    return max(_UNPACKED_FREELY, _MOST_TIMES * size_of(path))
+
+
+def unpacks_too_far(path: str) -> InputError:
+    return InputError(
+        f"{path}: unpacks to more than {_MOST_TIMES} times its size, which no pictures or captions do; "
+        "if it is sound, unpack it yourself and name what comes out"
+    )
 
 
 def open_text(path: str) -> io.TextIOWrapper:
@@ -115,17 +139,20 @@ def peek(raw: IO[bytes], n: int) -> bytes:
 
 
 def walk(directory: str) -> list[str]:
-    """The files below ``directory`` as sorted relative paths with forward slashes; hidden folders are left out."""
+    """The files below ``directory`` as sorted relative paths with forward slashes.
+
+    Hidden folders are left out, and what macOS puts beside a file that it copies (``._name``).
+    """
     if is_remote(directory):
         fs, inner = filesystem(directory)
         start = len(inner.rstrip("/")) + 1
-        return sorted(path[start:] for path in fs.find(inner) if not _hidden(path[start:]))
+        return sorted(path[start:] for path in fs.find(inner) if not _is_hidden(path[start:]))
     root = Path(local_path(directory))
     found = []
     for folder, folders, names in os.walk(root, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith((".", "_"))]
         below = Path(folder).relative_to(root)
-        found += [(below / name).as_posix() for name in names]
+        found += [(below / name).as_posix() for name in names if not name.startswith(_RESOURCE_FORK)]
     return sorted(found)
 
 
@@ -144,32 +171,52 @@ def absolute(path: str) -> str:
     return path if is_remote(path) else os.path.abspath(local_path(path))
 
 
+def composed(name: str) -> str:
+    """A name with each accent and its letter as one character, as most programs write it; macOS takes them apart."""
+    return name if name.isascii() else unicodedata.normalize("NFC", name)
+
+
+def other_forms(name: str) -> list[str]:
+    """The other ways to write the same name in Unicode."""
+    forms = () if name.isascii() else (composed(name), unicodedata.normalize("NFD", name))
+    return [form for form in forms if form != name]
+
+
 def natural(name: str) -> list[tuple[int, int, str]]:
     """A sort key by which part-2 comes before part-10."""
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"([0-9]+)", name)]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """``a{00..02}`` -> a00, a01, a02; ``{x,y}`` -> x, y; a text without braces -> itself."""
+    """``a{00..02}`` -> a00, a01, a02; ``{x,y}`` -> x, y; a text without braces -> itself.
+
+    Raises:
+        InputError: it stands for more than a million names.
+    """
     parts: list[list[str]] = []
     end = 0
     for match in _BRACES.finditer(pattern):
         parts += [[pattern[end : match.start()]], _alternatives(match)]
         end = match.end()
     parts.append([pattern[end:]])
+    if math.prod(map(len, parts)) > _MOST_NAMES:
+        raise InputError(f"{pattern}: stands for more than {_MOST_NAMES:,} files; give a smaller range")
     return ["".join(choice) for choice in itertools.product(*parts)]
 
 
 def _alternatives(match: re.Match[str]) -> list[str]:
     inner = match[1]
-    numbers = re.fullmatch(r"(\d+)\.\.(\d+)", inner)
+    numbers = re.fullmatch(r"([0-9]+)\.\.([0-9]+)", inner)
     if numbers:
-        first, last = int(numbers[1]), int(numbers[2])
+        first, last = (int(digits) if len(digits) <= _MOST_DIGITS else -1 for digits in numbers.groups())
+        if min(first, last) < 0 or abs(last - first) >= _MOST_NAMES:
+            raise InputError(f"{match[0]}: stands for more than {_MOST_NAMES:,} files; give a smaller range")
         width = len(numbers[1]) if numbers[1].startswith("0") else 0
         step = 1 if last >= first else -1
         return [f"{number:0{width}d}" for number in range(first, last + step, step)]
     return inner.split(",") if "," in inner else [match[0]]
 
 
-def _hidden(path: str) -> bool:
-    return any(part.startswith((".", "_")) for part in path.split("/")[:-1])
+def _is_hidden(path: str) -> bool:
+    *folders, name = path.split("/")
+    return name.startswith(_RESOURCE_FORK) or any(part.startswith((".", "_")) for part in folders)

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.sources.files import exists, is_directory, join, open_binary, walk
+from fnpipe.pipeline.sources.files import composed, exists, is_directory, join, open_binary, walk
 from fnpipe.pipeline.sources.json_rows import EntryReader, read_json_lines
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.source import (
@@ -94,7 +94,7 @@ class _PrefixedEntries(EntryReader):
 
 def _note_unmentioned(source: Source, rows: RowBuilder, prefix: str) -> None:
     pictures = {name for name in walk(source.path) if name.startswith(prefix) and _is_picture(name)}
-    alone = len(pictures.difference(rows.image_paths()))
+    alone = len(set(map(composed, pictures)).difference(map(composed, rows.image_paths())))
     if alone:
         source.notes.append(f"{source.name}: {alone:,} images without a caption")
 
@@ -103,9 +103,9 @@ def _read_sidecars(source: Source, how: ReadOptions, rows: RowBuilder, prefix: s
     names = [name for name in walk(source.path) if name.startswith(prefix)]
     texts: dict[str, str] = {}
     for suffix in reversed(SIDECARS):
-        texts.update({name[: -len(suffix)]: name for name in names if name.endswith(suffix)})
+        texts.update({composed(name[: -len(suffix)]): name for name in names if name.endswith(suffix)})
     pictures = [name for name in names if _is_picture(name)]
-    stems = {os.path.splitext(name)[0] for name in pictures}
+    stems = {composed(os.path.splitext(name)[0]) for name in pictures}
     if not stems & texts.keys():
         raise InputError(
             f"{source.path}: no captions: looked for {', '.join(METADATA)} here and in the folders below, "
@@ -113,7 +113,7 @@ def _read_sidecars(source: Source, how: ReadOptions, rows: RowBuilder, prefix: s
         )
     field = (how.caption_column or "caption").removeprefix("json:")
     for name in pictures:
-        sidecar = texts.get(os.path.splitext(name)[0])
+        sidecar = texts.get(composed(os.path.splitext(name)[0]))
         split = name.split("/")[0]
         split_name = split if split in SPLITS and "/" in name else None
         if sidecar is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from fnpipe.pipeline.sources.files import composed
 from fnpipe.pipeline.sources.source import IMAGE_EXTENSIONS
 from fnpipe.pipeline.tars import Damage, Member, read_members
 
@@ -134,7 +135,7 @@ def _split(name: str, last_dot: bool) -> tuple[str, str]:
             stem, extension = base, ""
     else:
         stem, _, extension = base.partition(".")
-    return folder + slash + stem, extension.lower()
+    return composed(folder + slash + stem), extension.lower()
 
 
 def _is_clutter(member: Member) -> bool:

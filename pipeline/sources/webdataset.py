@@ -6,7 +6,6 @@ import bz2
 import gzip
 import json
 import lzma
-import shutil
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,16 @@ import pyarrow.compute as pc
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.packing import no_cycle_search
-from fnpipe.pipeline.sources.files import join, natural, open_binary, peek, size_of, walk
+from fnpipe.pipeline.sources.files import (
+    join,
+    natural,
+    open_binary,
+    peek,
+    size_of,
+    unpacked_limit,
+    unpacks_too_far,
+    walk,
+)
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.samples import Sample, TarIndex, index_tar
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
@@ -171,7 +179,7 @@ def _unpack(path: str, spool: Path) -> str:
     target = spool / f"{path.strip('/').replace('/', '_')[-80:]}-{size_of(path)}.tar"
     if not target.exists():
         with open_binary(path) as raw, atomic.replacing(target) as temporary, temporary.open("wb") as out:
-            _copy(_unpacker(raw), out)
+            _copy(_unpacker(raw), out, path)
     return str(target)
 
 
@@ -181,9 +189,13 @@ def _unpacker(raw: IO[bytes]) -> IO[bytes]:
     return opened
 
 
-def _copy(packed: IO[bytes], out: IO[bytes]) -> None:
+def _copy(packed: IO[bytes], out: IO[bytes], path: str) -> None:
+    limit = unpacked_limit(path)
     try:
-        shutil.copyfileobj(packed, out, 1 << 20)
+        while block := packed.read(1 << 20):
+            out.write(block)
+            if out.tell() > limit:
+                raise unpacks_too_far(path)
     except (EOFError, OSError, lzma.LZMAError, zlib.error) as error:
         # What came out before the damage is used; the missing end mark reports the rest.
         if isinstance(error, OSError) and error.errno is not None:

@@ -6,7 +6,6 @@ import errno
 import io
 import json
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.shown import shown
 
 app = typer.Typer(
     name="fnpipe",
@@ -31,7 +31,8 @@ _PATH_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirec
 # What the system says when the machine is at its end.
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG)
 
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+# Of an error: what is wrong, where, and the way out, which stands at its end.
+_LONGEST_LINE = 2000
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
 WorkspaceArgument = Annotated[str, typer.Argument(metavar="WORKSPACE", help="The workspace directory.")]
@@ -54,11 +55,6 @@ def emit(summary: Mapping[str, Any], as_json: bool, render: Callable[[], None]) 
         print(json.dumps(summary, ensure_ascii=False, default=str))
     else:
         render()
-
-
-def printable(text: object) -> str:
-    """A text from outside for a terminal: what would command it (escape sequences) is spelled out."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
 
 
 def main() -> None:
@@ -133,5 +129,5 @@ def _is_named(path: str, arguments: list[str]) -> bool:
 
 
 def _fail(message: str) -> int:
-    print("fnpipe: " + printable(" ".join(message.split())), file=sys.stderr)
+    print("fnpipe: " + shown(" ".join(message.split()), _LONGEST_LINE), file=sys.stderr)
     return 2

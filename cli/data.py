@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from fnpipe.cli.app import JsonFlag, OverwriteFlag, app, emit, printable
+from fnpipe.cli.app import JsonFlag, OverwriteFlag, app, emit
+from fnpipe.pipeline.shown import shown
 
 
 @app.command("shard")
@@ -132,16 +133,16 @@ def status_command(
 
 def _print_shard(summary: dict[str, Any]) -> None:
     for source in summary["sources"]:
-        print(f"{source['path']}: {source['format']}, {source['rows']:,} rows")
+        print(f"{shown(source['path'])}: {source['format']}, {source['rows']:,} rows")
     if summary["already_finished"]:
         print("already finished; nothing was changed")
     _print_counts(summary)
     for note in summary["notes"]:
-        print(printable(f"note: {note}"))
+        print(shown(f"note: {note}"))
     if "seconds" in summary:
         rate = summary["images"] / max(summary["seconds"], 1e-9)
         print(f"{summary['seconds']:,.1f} s, {rate:,.0f} images/s")
-    workspace = shlex.quote(summary["workspace"])
+    workspace = shown(shlex.quote(summary["workspace"]))
     if summary["quarantined"]:
         print(f"what was left out and why: fnpipe status {workspace} --quarantine")
     print(f"next: fnpipe embed {workspace} --model ViT-B-32 --pretrained laion2b_s34b_b79k")
@@ -156,7 +157,7 @@ def _print_counts(summary: dict[str, Any]) -> None:
         print(f"captions dropped inside kept rows: {summary['captions_dropped']:,}")
     if "shuffled" in summary:
         print(f"wrong pairs made by --shuffle-captions: {summary['shuffled']:,} (shuffled.parquet)")
-    splits = ", ".join(f"{name} {count:,}" for name, count in summary["splits"].items())
+    splits = ", ".join(f"{shown(name)} {count:,}" for name, count in summary["splits"].items())
     print(f"{summary['images']:,} images, {summary['pairs']:,} pairs ({splits}) in {summary['shards']:,} shards")
 
 
@@ -164,28 +165,27 @@ def _print_status(summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    print(f"{summary['workspace']}: {summary['state']}")
+    print(f"{shown(summary['workspace'])}: {summary['state']}")
     for source in summary["sources"]:
         rows = f", {source['rows']:,} rows" if "rows" in source else ""
-        print(f"from {source['path']} ({source['format']}{rows})")
+        print(f"from {shown(source['path'])} ({source['format']}{rows})")
     if "counts" in summary:
         _print_counts(summary["counts"])
         for note in summary["counts"]["notes"]:
-            print(printable(f"note: {note}"))
+            print(shown(f"note: {note}"))
     if summary.get("lost"):
-        print(
-            f"LOST: {len(summary['lost']):,} files that sharding made are gone, the first {summary['lost'][0]}; bring"
-        )
+        first = shown(summary["lost"][0])
+        print(f"LOST: {len(summary['lost']):,} files that sharding made are gone, the first {first}; bring")
         print("them back, or shard again with --overwrite")
     console = Console(soft_wrap=True, markup=False)
     if summary["stages"]:
         table = Table("stage", "state", "made from", "made by")
         for stage in summary["stages"]:
-            table.add_row(stage["name"], stage["state"], stage["made_from"], stage["made_with"])
+            table.add_row(*(shown(stage[column]) for column in ("name", "state", "made_from", "made_with")))
         console.print(table)
     for reason, rows in summary.get("quarantine", {}).items():
         print(f"{reason}:")
         for row in rows:
             where = "" if row["row"] is None else f" row {row['row']}"
-            print(printable(f"  {row['source']}{where} {row['image'] or ''}: {row['detail']}"))
-    print(f"next: {summary['next']}")
+            print(shown(f"  {row['source']}{where} {row['image'] or ''}: {row['detail']}"))
+    print(shown(f"next: {summary['next']}", most=4000))

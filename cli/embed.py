@@ -10,6 +10,7 @@ import typer
 
 from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, app, emit
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.shown import shown
 
 if TYPE_CHECKING:
     from fnpipe.pipeline.clip_retrieval import ImportSummary
@@ -169,4 +170,4 @@ def _render_import(summary: ImportSummary) -> None:
     table.add_row(summary.name, *counts, f"{summary.unused:,}")
     console.print(table)
     for example in summary.examples:
-        console.print(f"unused, no such pair in the workspace: {example}", markup=False, highlight=False)
+        console.print(f"unused, no such pair in the workspace: {shown(example)}", markup=False, highlight=False)

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, app, emit
+from fnpipe.pipeline.shown import shown
 
 EmbeddingsOption = Annotated[
     str | None, typer.Option("--embeddings", help="Which embeddings; the only ones there are if not given.")
@@ -54,7 +55,8 @@ def build_graph_command(
     summary = build_graph(Workspace.open(workspace), config)
 
     def render() -> None:
-        print(f"graph/{summary.graph}: {summary.k} neighbours of {summary.images:,} images and {summary.pairs:,} pairs")
+        of = f"{summary.images:,} images and {summary.pairs:,} pairs"
+        print(f"graph/{shown(summary.graph)}: {summary.k} neighbours of {of}")
         recall = ", ".join(f"{name} {value:.3f}" for name, value in summary.recall.items()) or "not checked"
         print(f"index {summary.index}, recall against exact search: {recall}")
 
@@ -113,7 +115,7 @@ def group_command(
             total = sum(summary.steps.values())
             print("steps by " + ", ".join(f"{how} {count / total:.2%}" for how, count in summary.steps.items()))
         if materialize_into:
-            print(f"{materialize_into}: {shards:,} shards in batch order")
+            print(f"{shown(materialize_into)}: {shards:,} shards in batch order")
 
     emit({**asdict(summary), "shards": shards}, as_json, render)
 
@@ -201,6 +203,6 @@ def audit_command(
         for space, why in result.skipped.items():
             print(f"M = {space} left out: {why}")
         if plot_path:
-            print(f"plot: {plot_path}")
+            print(f"plot: {shown(plot_path)}")
 
     emit(asdict(result), as_json, render)

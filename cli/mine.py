@@ -13,6 +13,7 @@ import typer
 
 from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, app, emit
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.shown import shown
 
 if TYPE_CHECKING:
     from fnpipe.mining.accuracy import EdgeAccuracy
@@ -30,6 +31,10 @@ TauHighOption = Annotated[float | None, typer.Option(help="Positive above this p
 TauLowOption = Annotated[
     float | None, typer.Option(help="Negative below this probability; ambiguous in between. Default: 0.5.")
 ]
+
+
+# Characters of a name or caption in a table.
+CELL = 200
 
 
 @app.command("mine-connections")
@@ -279,7 +284,7 @@ def inspect_command(
         if accuracy is not None:
             _render_accuracy(accuracy)
         if page is not None:
-            print(f"{page.path}: {page.shown:,} of {page.connections:,} connections of {page.images:,} images")
+            print(f"{shown(page.path)}: {page.shown:,} of {page.connections:,} connections of {page.images:,} images")
 
     emit(summary, as_json, render)
 
@@ -291,7 +296,7 @@ def _finite(summary: dict[str, Any]) -> dict[str, Any]:
 
 def _render_plan(plan: MinePlan) -> None:
     for source, new in plan.new_per_source.items():
-        print(f"{source}: {new:,} new combinations")
+        print(f"{shown(source)}: {new:,} new combinations")
     print(
         f"{plan.unique_combinations:,} unique combinations of {plan.images:,} images: "
         f"{plan.judgements:,} to judge, {plan.identity:,} true by identity"
@@ -309,8 +314,9 @@ def _duration(seconds: float) -> str:
 def _render_summary(workspace: str, summary: MineSummary, too_sure: str | None = None) -> None:
     labels = summary.labels
     print(
-        f"edges/{summary.edges}: {summary.unique_combinations:,} unique combinations = {summary.judgements:,} judged "
-        f"+ {summary.identity:,} by identity + {summary.undecodable:,} whose picture does not decode"
+        f"edges/{shown(summary.edges)}: {summary.unique_combinations:,} unique combinations = "
+        f"{summary.judgements:,} judged + {summary.identity:,} by identity + {summary.undecodable:,} whose picture "
+        "does not decode"
     )
     print(
         f"{labels['positive']:,} positive ({summary.positives['discriminator']:,} found by the discriminator), "
@@ -322,7 +328,7 @@ def _render_summary(workspace: str, summary: MineSummary, too_sure: str | None =
             f"label by rank with fnpipe relabel {shlex.quote(workspace)} --edges {shlex.quote(summary.edges)} "
             "--positive-share 0.01, or judge with --calibrate-on"
         )
-    where = f"{shlex.quote(workspace)} --edges {shlex.quote(summary.edges)}"
+    where = shown(f"{shlex.quote(workspace)} --edges {shlex.quote(summary.edges)}")
     print(f"look at them: fnpipe inspect {where} --html report.html")
 
 
@@ -344,9 +350,9 @@ def _render_view(view: EdgeView, name: str) -> None:
     for row in view.rows:
         # Text, because a caption with square brackets would be read as markup.
         cells = [
-            Text(row.image, style="dim"),
-            Text(row.recorded[0] + (f" (+{len(row.recorded) - 1})" if len(row.recorded) > 1 else "")),
-            Text(row.caption + (f" ({row.pairs} pairs)" if row.pairs > 1 else "")),
+            Text(shown(row.image, CELL), style="dim"),
+            Text(shown(row.recorded[0], CELL) + (f" (+{len(row.recorded) - 1})" if len(row.recorded) > 1 else "")),
+            Text(shown(row.caption, CELL) + (f" ({row.pairs} pairs)" if row.pairs > 1 else "")),
             Text(f"{row.match_probability:.3f}"),
             Text(f"{row.similarity:.3f}"),
             Text(row.label if row.source == "discriminator" else "identity", style=colours[row.label]),
@@ -359,7 +365,7 @@ def _render_view(view: EdgeView, name: str) -> None:
     if view.rows:
         console.print(table)
     counts = ", ".join(f"{view.labels[label]:,} {label}" for label in ("positive", "ambiguous", "negative"))
-    console.print(Text(f"{len(view.rows):,} of {view.matching:,} rows; {name} has {counts}"))
+    console.print(Text(shown(f"{len(view.rows):,} of {view.matching:,} rows; {name} has {counts}")))
 
 
 def _render_accuracy(accuracy: EdgeAccuracy) -> None:
@@ -409,7 +415,7 @@ def export_command(
 
     def render() -> None:
         pairs = f"{summary.recorded:,} recorded pairs and {summary.mined:,} mined"
-        print(f"{summary.path}: {pairs}, {summary.images:,} images")
+        print(f"{shown(summary.path)}: {pairs}, {summary.images:,} images")
         for name, rows in summary.rows.items():
             print(f"  {name}: {rows:,} rows")
 

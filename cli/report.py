@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fnpipe.cli.app import JsonFlag, app, emit
+from fnpipe.pipeline.shown import shown
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,7 +48,7 @@ def _print_report(report: Report, summary: dict[str, Any]) -> None:
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     found = summary["runs"]
-    table = Table("", *(run["run"] for run in found), box=None)
+    table = Table("", *(shown(run["run"]) for run in found), box=None)
 
     def add(title: str, cells: list[str]) -> None:
         if any(cell not in ("", "-") for cell in cells):
@@ -69,7 +70,8 @@ def _print_report(report: Report, summary: dict[str, Any]) -> None:
     if len(found) > 1:
         _print_differences(console, report)
     page = summary["html"]
-    console.print(f"{page['path']}: {page['size_bytes'] / 1024:,.0f} KiB" if page else "Plots: add --html report.html")
+    written = f"{shown(page['path'])}: {page['size_bytes'] / 1024:,.0f} KiB" if page else None
+    console.print(written or "Plots: add --html report.html")
 
 
 def _print_differences(console: Console, report: Report) -> None:

@@ -9,6 +9,7 @@ import typer
 
 from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, app, emit
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.shown import shown
 
 
 @app.command("train")
@@ -241,12 +242,12 @@ def _print_training(workspace: str, summary: dict[str, Any]) -> None:
     losses = ", ".join(f"{name} {value:.3f}" for name, value in (summary.get("losses") or {}).items())
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(
-        f"{summary['run']}: {summary['model']} by {summary['method']}, {summary['epochs']} epochs, "
+        f"{shown(summary['run'])}: {shown(summary['model'])} by {summary['method']}, {summary['epochs']} epochs, "
         f"{summary['steps']:,} steps, {summary['seconds']:,.0f} s. Last step: {losses}."
     )
     if summary.get("unreadable"):
         console.print(f"{summary['unreadable']:,} rows were left out: their pictures cannot be decoded.")
-    console.print(f"Next: fnpipe evaluate {shlex.quote(workspace)} --run {shlex.quote(summary['run'])}")
+    console.print(f"Next: fnpipe evaluate {shown(shlex.quote(workspace))} --run {shown(shlex.quote(summary['run']))}")
 
 
 def _print_figures(summary: dict[str, Any]) -> None:
@@ -298,6 +299,7 @@ def _print_eccv(summary: dict[str, Any]) -> None:
 
 
 def _print_exported(summary: dict[str, Any]) -> None:
-    print(f"{summary['path']}: {summary['model']}; in open_clip its embeddings differ by {summary['difference']:.1g}")
+    path = shown(summary["path"])
+    print(f"{path}: {summary['model']}; in open_clip its embeddings differ by {summary['difference']:.1g}")
     first = f"import {summary['needs']}; " if summary["needs"] else ""
-    print(f"In Python: {first}import open_clip; open_clip.create_model_and_transforms('local-dir:{summary['path']}')")
+    print(f"In Python: {first}import open_clip; open_clip.create_model_and_transforms('local-dir:{path}')")

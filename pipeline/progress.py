@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from fnpipe.pipeline.shown import shown
+
 PLAIN_LINE_SECONDS = 15.0
 
 Advance = Callable[[int], None]
@@ -15,6 +17,7 @@ Advance = Callable[[int], None]
 @contextmanager
 def progress(label: str, total: int, unit: str) -> Iterator[Advance]:
     """Yield a function that takes how many ``unit`` were done since its last call."""
+    label = shown(label)
     if sys.stderr.isatty():
         with _live(label, total, unit) as advance:
             yield advance

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ TEST, TRAIN = "test", "train"
 class Finished:
     """What the tables hold: per shard that is not empty, its number among the parts, its images and its pairs.
 
+    ``straddling`` counts the pictures, by digest, that stand in more than one split, by the splits' names.
     ``shuffled`` is the number of pairs that were made wrong, None where that was not asked for.
     """
 
@@ -34,6 +36,7 @@ class Finished:
     images: list[int] = field(default_factory=list)
     pairs: list[int] = field(default_factory=list)
     splits: Counter[str] = field(default_factory=Counter)
+    straddling: Counter[tuple[str, ...]] = field(default_factory=Counter)
     digest: str = ""
     shuffled: int | None = None
 
@@ -68,6 +71,7 @@ def write_tables(
     drawn = _draw(parts, shards, holdout)
     swaps = None if shuffle is None else _swaps(parts, shards, drawn, shuffle, seed)
     repeated = _repeated_keys(parts, shards) if in_place else None
+    ranks: dict[str, list[np.ndarray]] = {}
     image_id = pair_id = 0
     for shard in range(shards):
         part = atomic.read_table(part_path(parts, shard))
@@ -84,6 +88,8 @@ def write_tables(
         atomic.write_table(root / "images" / f"{number:05d}.parquet", _images(part, first, image_id))
         for split in pc.value_counts(pairs["split"]).to_pylist():
             done.splits[split["values"]] += split["counts"]
+            mine = part["rank"].filter(pc.equal(pairs["split"], split["values"])).to_numpy()
+            ranks.setdefault(split["values"], []).append(np.unique(mine))
         done.shards.append(shard)
         done.images.append(len(first))
         done.pairs.append(len(part))
@@ -92,6 +98,7 @@ def write_tables(
     if swaps is not None:
         atomic.write_table(root / SHUFFLED, swaps.table())
         done.shuffled = int(swaps.wrong.sum())
+    done.straddling = _straddling(ranks)
     done.digest = digest_files([root / "pairs" / f"{n:05d}.parquet" for n in range(len(done.shards))], root)
     return done
 
@@ -116,13 +123,13 @@ def write_quarantine(root: Path, parts: Path, shards: int, bad_rows: pa.Table, n
 
 
 def _draw(parts: Path, shards: int, holdout: float | None) -> pa.Array | None:
-    """The sorted ranks of the pictures that are held out, among those that the source gives no split of its own."""
+    """The sorted ranks of the pictures that are held out, among those that the source does not hold out itself."""
     if holdout is None:
         return None
     found = []
     for shard in range(shards):
         part = atomic.read_table(part_path(parts, shard), columns=["rank", "split"])
-        found.append(np.unique(part.filter(pc.is_null(part["split"]))["rank"].to_numpy()))
+        found.append(np.unique(part.filter(_trained(part))["rank"].to_numpy()))
     ranks = np.concatenate(found)
     return np.unique(ranks[held_out(ranks, holdout)])
 
@@ -133,11 +140,29 @@ def _images_in(part: pa.Table) -> tuple[np.ndarray, np.ndarray]:
     return first, np.cumsum(np.bincount(first, minlength=len(part))) - 1
 
 
+def _trained(part: pa.Table) -> pa.ChunkedArray:
+    return pc.equal(pc.coalesce(part["split"], TRAIN), TRAIN)
+
+
 def _splits(part: pa.Table, drawn: np.ndarray | None) -> pa.ChunkedArray:
-    default = pa.array(np.full(len(part), TRAIN, object), pa.string())
-    if drawn is not None:
-        default = pa.array(np.where(np.isin(part["rank"].to_numpy(), drawn), TEST, TRAIN).astype(object), pa.string())
-    return pc.coalesce(part["split"], default)
+    own = pc.coalesce(part["split"], TRAIN)
+    if drawn is None:
+        return own
+    mine = pc.and_(_trained(part), pa.array(np.isin(part["rank"].to_numpy(), drawn)))
+    return pc.if_else(mine, TEST, own)
+
+
+def _straddling(ranks: dict[str, list[np.ndarray]]) -> Counter[tuple[str, ...]]:
+    """How many pictures each set of two splits or more shares, from the ranks that each split's shards hold."""
+    names = sorted(ranks)
+    pictures = [np.unique(np.concatenate(ranks[name])) for name in names]
+    together, counts = np.unique(np.concatenate(pictures), return_counts=True)
+    shared = together[counts > 1]
+    inside = np.stack([np.isin(shared, mine, assume_unique=True) for mine in pictures], axis=1)
+    sets, sizes = np.unique(inside, axis=0, return_counts=True)
+    return Counter(
+        {tuple(compress(names, mine)): size for mine, size in zip(sets.tolist(), sizes.tolist(), strict=True)}
+    )
 
 
 def _swaps(parts: Path, shards: int, drawn: np.ndarray | None, share: float, seed: int) -> Swaps:

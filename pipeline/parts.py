@@ -275,12 +275,11 @@ class _PartMaker:
             tar.add(f"{key}.txt", captions[0].encode())
             tar.add(f"{key}.json", self._description(image, captions, facts, digest.hexdigest()))
         rank = int.from_bytes(hashlib.sha256(self._seed + digest.digest()).digest()[:8], "big")
-        split = next((row.split for row in image.rows if row.split is not None), None)
         source, hexdigest, name = self._job.names[image.source], digest.hexdigest(), image.request.image
-        start = (image.position, key)
-        end = (source, split, facts.width, facts.height, hexdigest, offset, size, name, rank)
-        for text in captions:
-            self._pairs.add((*start, text, *end))
+        end = (facts.width, facts.height, hexdigest, offset, size, name, rank)
+        for row in image.rows:
+            for text in row.captions:
+                self._pairs.add((image.position, key, text, source, row.split, *end))
         self.tally.images += 1
         self.tally.kept[image.source] += len(image.rows)
         self.tally.captions_dropped += sum(row.dropped for row in image.rows)

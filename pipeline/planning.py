@@ -22,6 +22,7 @@ from fnpipe.pipeline.sources.files import absolute
 from fnpipe.pipeline.sources.opening import READERS
 from fnpipe.pipeline.sources.rows import RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
+from fnpipe.pipeline.sources.splits import rows_of_split, unused_folders_note
 from fnpipe.pipeline.sources.texts import read_texts
 from fnpipe.pipeline.sources.webdataset import is_compressed
 from fnpipe.pipeline.workers import Workers
@@ -105,8 +106,8 @@ def read_sources(sources: list[Source], how: ReadOptions, workers: Workers, spoo
         if not len(rows):
             raise InputError(f"{source.path}: no rows in it")
         table, notes = read_texts(rows.table(), how.captions)
-        source.notes += [f"{source.name}: {note}" for note in notes]
-        tables.append(table)
+        source.say([*notes, *unused_folders_note(table)])
+        tables.append(table if how.split is None else rows_of_split(source.path, table, how.split))
     return Plan(sources, pa.concat_tables(tables))
 
 

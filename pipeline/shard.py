@@ -118,7 +118,7 @@ def shard(sources: Sequence[str], workspace: str, config: ShardConfig, *, overwr
     """
     started = time.monotonic()
     root = Path(workspace)
-    opened = open_sources(sources, config.format, config.split, header=config.header)
+    opened = open_sources(sources, config.format, header=config.header)
     require_room(root, opened, config.shards)
     begun = {
         "format": FORMAT_VERSION,
@@ -248,7 +248,9 @@ def _finish(root: Path, parts: Path, plan: Plan, config: ShardConfig, begun: dic
             "captions_dropped": tally.captions_dropped,
             **({} if tables.shuffled is None else {"shuffled": tables.shuffled}),
         },
-        "notes": [note for source in plan.sources for note in source.notes] + _untrained(tables.splits),
+        "notes": [note for source in plan.sources for note in source.notes]
+        + _untrained(tables.splits)
+        + _straddling(tables.straddling),
         "shards": [_shard_url(plan, config, shard) for shard in tables.shards],
         "tars": [
             describe_in_place(plan.tar_of(shard)) if config.in_place else read_tar_facts(parts, shard)
@@ -263,11 +265,20 @@ def _finish(root: Path, parts: Path, plan: Plan, config: ShardConfig, begun: dic
 
 
 def _untrained(splits: Counter[str]) -> list[str]:
-    """A note on splits such as Karpathy's ``restval`` that are neither trained on nor held out by custom."""
-    return [
+    """Notes on splits like Karpathy's ``restval``, neither trained on nor held out, and where nothing is trained on."""
+    notes = [] if "train" in splits else [f"no pair is in the split 'train': all are in {', '.join(sorted(splits))}"]
+    return notes + [
         f"{count:,} pairs are in the split {name!r}, which training leaves out"
         for name, count in sorted(splits.items())
         if name not in _USUAL_SPLITS
+    ]
+
+
+def _straddling(pictures: Counter[tuple[str, ...]]) -> list[str]:
+    """A note on pictures of which copies are trained on and others evaluated."""
+    return [
+        f"{count:,} pictures stand in the splits {' and '.join(names)} at once (equal bytes)"
+        for names, count in sorted(pictures.items())
     ]
 
 

@@ -67,7 +67,7 @@ def test_a_split_of_a_source_without_splits_is_refused(
     make_pairs: MakePairs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert run(["shard", str(make_pairs()), str(tmp_path / "workspace"), "--split", "val"]) == 2
-    assert "knows no splits" in one_line(capsys)
+    assert "pairs.json: no split 'val' (it has train)" in one_line(capsys)
 
 
 def test_no_header_is_refused_where_no_source_is_a_table(

@@ -30,6 +30,7 @@ from fnpipe.pipeline.sources.opening import open_sources, source_names
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.samples import index_tar
 from fnpipe.pipeline.sources.source import ReadOptions, Tools
+from fnpipe.pipeline.sources.splits import rows_of_split
 from fnpipe.pipeline.tars import TarWriter
 
 JSON_VALUES = st.recursive(
@@ -47,7 +48,9 @@ def read_rows(path: Path, form: str = "auto", **options: object) -> list[dict[st
     rows = RowBuilder(0)
     tools = Tools(lambda function, items: map(function, items), path.parent / "spool")
     READERS[source.format](source, ReadOptions(**options), rows, tools)  # type: ignore[arg-type]
-    return rows.table().to_pylist()
+    table = rows.table()
+    split = options.get("split")
+    return (table if split is None else rows_of_split(str(path), table, str(split))).to_pylist()
 
 
 def captions_of(path: Path, form: str = "auto", **options: object) -> list[tuple[object, object]]:
@@ -287,7 +290,7 @@ def test_a_data_set_folder_of_the_hub_is_read_with_its_splits(tmp_path: Path):
         pq.write_table(table, tmp_path / "set" / "data" / f"{name}.parquet")
     assert [row["split"] for row in read_rows(tmp_path / "set", "hf")] == ["test", "train", "train", "train"]
     assert len(read_rows(tmp_path / "set", split="test")) == 1
-    with pytest.raises(InputError, match="no file of the split 'val'"):
+    with pytest.raises(InputError, match="no split 'val'"):
         read_rows(tmp_path / "set", split="val")
 
 

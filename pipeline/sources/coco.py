@@ -15,6 +15,7 @@ from fnpipe.pipeline.sources.json_rows import shown
 from fnpipe.pipeline.sources.jsonstream import JsonStream
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
+from fnpipe.pipeline.sources.splits import split_of_file
 
 
 def read_coco(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) -> None:
@@ -39,7 +40,7 @@ class _Document:
         self._path = path
         self._caption = how.caption_column or "caption"
         self._image = how.image_column or "file_name"
-        self._split = how.split
+        self._split = split_of_file(path)
         self._rows = rows
         self._keys: list[str] = []
         self._images = TablePacker(_texts("id", "file"))
@@ -58,7 +59,7 @@ class _Document:
     def _read_image(self, entry: Any) -> None:
         if not isinstance(entry, dict):
             if self._sentences:
-                self._rows.bad("bad-row", "an image that is not an object")
+                self._rows.bad("bad-row", "an image that is not an object", split=self._split)
         elif "sentences" in entry:
             self._sentences = True
             self._add_karpathy(entry)
@@ -76,9 +77,7 @@ class _Document:
 
     def _add_karpathy(self, entry: dict[str, Any]) -> None:
         split = entry.get("split")
-        split = split if isinstance(split, str) and split else None
-        if self._split is not None and split != self._split:
-            return
+        split = split if isinstance(split, str) and split else self._split
         name = entry.get("filename", MISSING)
         folder = entry.get("filepath")
         if isinstance(name, str) and isinstance(folder, str) and folder:
@@ -110,19 +109,21 @@ class _Document:
         self._rows.require_fields(self._path, self._image, self._caption)
         alone = len(images) - len(pc.unique(found.drop_null()))
         if alone:
-            source.notes.append(f"{source.name}: {alone:,} images without a caption")
+            source.say([f"{alone:,} images without a caption"])
 
     def _add_annotations(self, part: pa.Table, where: list[int | None], files: list[str | None]) -> None:
         columns = (part["image_id"].to_pylist(), part["caption"].to_pylist(), part["id"].to_pylist())
         for image_id, caption, annotation, index, file in zip(*columns, where, files, strict=True):
             if annotation is None:
-                self._rows.bad("bad-row", f"an annotation that is not an object but {caption}")
+                self._rows.bad("bad-row", f"an annotation that is not an object but {caption}", split=self._split)
             elif image_id is None:
-                self._rows.bad("missing-field", f"annotation {annotation} has no image_id")
+                self._rows.bad("missing-field", f"annotation {annotation} has no image_id", split=self._split)
             elif index is None or file is None:
-                self._rows.bad("orphan-annotation", f"annotation {annotation}: no image has the id {image_id}")
+                detail = f"annotation {annotation}: no image has the id {image_id}"
+                self._rows.bad("orphan-annotation", detail, split=self._split)
             else:
-                self._rows.add(json.loads(file), MISSING if caption is None else json.loads(caption))
+                text = MISSING if caption is None else json.loads(caption)
+                self._rows.add(json.loads(file), text, split=self._split)
 
     def _refuse_repeated_ids(self, ids: pa.ChunkedArray) -> None:
         counts = pc.value_counts(ids)

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
+from fnpipe.pipeline.sources.splits import SPLIT_COLUMN
 
 
 class Place(Protocol):
@@ -28,7 +29,7 @@ def add_columns(
     *,
     name: str,
     start: int,
-    split: str | None,
+    splits: list[str | None],
 ) -> None:
     """Add one batch: images as paths, as bytes, or as Hugging Face's struct {bytes, path}.
 
@@ -36,25 +37,24 @@ def add_columns(
     """
     paths, blobs = _paths_and_blobs(images)
     if blobs is None:
-        for path, caption in zip(paths, captions, strict=True):
+        for path, caption, split in zip(paths, captions, splits, strict=True):
             rows.add(MISSING if path is None else path, caption, split=split)
         return
     file, offsets, sizes = place(blobs)
     embedded = blobs.is_valid().to_pylist()
-    columns = zip(paths, captions, embedded, offsets.tolist(), sizes.tolist(), strict=True)
-    for number, (path, caption, inside, offset, size) in enumerate(columns, start):
+    columns = zip(paths, captions, splits, embedded, offsets.tolist(), sizes.tolist(), strict=True)
+    for number, (path, caption, split, inside, offset, size) in enumerate(columns, start):
         if inside:
             rows.add(path or f"{name}/{number}", caption, split=split, file=file, offset=offset, size=size)
         elif path:
             rows.add(path, caption, split=split)
         else:
-            rows.bad("no-image", "neither bytes nor a path", image=f"{name}/{number}")
+            rows.bad("no-image", "neither bytes nor a path", image=f"{name}/{number}", split=split)
 
 
 def require_image_type(where: str, kind: pa.DataType) -> None:
     """Refuse an image column that is neither text, nor bytes, nor a struct of them."""
-    if isinstance(kind, pa.DictionaryType):
-        kind = kind.value_type
+    kind = plain_type(kind)
     fine = _is_text(kind) or _is_binary(kind) or pa.types.is_null(kind)
     if pa.types.is_struct(kind):
         fields = {kind.field(i).name: kind.field(i).type for i in range(kind.num_fields)}
@@ -71,19 +71,45 @@ def caption_values(where: str, column: pa.Array) -> list[Any]:
     Raises:
         InputError: its type holds no text.
     """
-    kind = column.type
-    if isinstance(kind, pa.DictionaryType):
-        column, kind = column.dictionary_decode(), kind.value_type
-    inner = kind.value_type if pa.types.is_list(kind) or pa.types.is_large_list(kind) else kind
+    kind = plain_type(column.type)
+    inner = kind.value_type if pa.types.is_large_list(kind) else kind
+    if not (_is_binary(inner) or _is_text(inner) or pa.types.is_null(inner)):
+        raise InputError(
+            f"{where}: has type {column.type}, which holds no captions; choose another with --caption-column"
+        )
     if _is_binary(inner):
         return [_decoded(value) for value in column.to_pylist()]
-    if not (_is_text(inner) or pa.types.is_null(inner)):
-        raise InputError(f"{where}: has type {kind}, which holds no captions; choose another with --caption-column")
     return _text_values(column)
+
+
+def split_values(batch: pa.RecordBatch) -> list[Any]:
+    """What the column of splits says of each row of a batch; None where there is no such column, or no text in it."""
+    if SPLIT_COLUMN not in batch.schema.names or not _is_text(plain_type(batch.schema.field(SPLIT_COLUMN).type)):
+        return [None] * len(batch)
+    return _text_values(batch.column(SPLIT_COLUMN))
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """A column's type without what says only how it is kept: dictionaries, fixed sizes and views of lists."""
+    if isinstance(kind, pa.DictionaryType):
+        return plain_type(kind.value_type)
+    if any(is_list(kind) for is_list in _LISTS):
+        return pa.large_list(plain_type(kind.value_type))
+    return kind
+
+
+_LISTS = (
+    pa.types.is_list,
+    pa.types.is_large_list,
+    pa.types.is_fixed_size_list,
+    pa.types.is_list_view,
+    pa.types.is_large_list_view,
+)
 
 
 def is_embedded(kind: pa.DataType) -> bool:
     """Whether a column of this type holds images' bytes."""
+    kind = plain_type(kind)
     return _is_binary(kind) or pa.types.is_struct(kind)
 
 
@@ -100,15 +126,23 @@ def _text_values(column: pa.Array) -> list[Any]:
         values: list[Any] = column.to_pylist()
         return values
     except UnicodeDecodeError:
-        listed = isinstance(column.type, pa.ListType | pa.LargeListType)
-        kind = pa.large_list(pa.large_binary()) if listed else pa.large_binary()
-        return [_decoded(value) for value in column.cast(kind).to_pylist()]
+        return [_text_value(scalar) for scalar in column]
+
+
+def _text_value(scalar: pa.Scalar) -> Any:
+    if isinstance(scalar, pa.DictionaryScalar):
+        scalar = scalar.dictionary[scalar.index.as_py()] if scalar.is_valid else scalar
+    if not scalar.is_valid:
+        return None
+    if isinstance(scalar, pa.ListScalar):
+        return [_text_value(entry) for entry in scalar.values]
+    return _decoded(scalar.as_buffer().to_pybytes())
 
 
 def _paths_and_blobs(images: pa.Array) -> tuple[list[str | None], pa.Array | None]:
+    if isinstance(images.type, pa.DictionaryType):
+        images = images.dictionary_decode()
     kind = images.type
-    if isinstance(kind, pa.DictionaryType):
-        return _text_values(images.dictionary_decode()), None
     if _is_binary(kind):
         return [None] * len(images), images
     if not pa.types.is_struct(kind):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import itertools
 import math
@@ -10,7 +11,7 @@ import os
 import re
 import unicodedata
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -50,6 +51,13 @@ def size_of(path: str) -> int:
         fs, inner = filesystem(path)
         return int(fs.size(inner))
     return os.path.getsize(local_path(path))
+
+
+def spool_name(path: str) -> str:
+    """What a copy of a file is called: no other file has the name, nor has this one after a change."""
+    changed = 0 if is_remote(path) else os.stat(local_path(path)).st_mtime_ns
+    identity = f"{absolute(path)}\0{size_of(path)}\0{changed}"
+    return hashlib.sha256(identity.encode(errors="surrogateescape")).hexdigest()[:32]
 
 
 def open_binary(path: str) -> IO[bytes]:
@@ -164,6 +172,15 @@ def parent(path: str) -> str:
     """The directory that holds ``path``; ``.`` for a bare name."""
     head = path.rstrip("/").rpartition("/")[0]
     return head or ("/" if path.startswith("/") else ".")
+
+
+def common_folder(paths: Sequence[str]) -> str:
+    """The folder that all ``paths`` lie in, its slash behind it; empty where they start with their own names."""
+    heads = [path.rpartition("/")[0] + "/" if "/" in path else "" for path in paths]
+    shortest = min(heads, key=len)
+    while not all(head.startswith(shortest) for head in heads):
+        shortest = shortest.rstrip("/").rpartition("/")[0] + "/"
+    return shortest
 
 
 def absolute(path: str) -> str:

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.sources.files import composed, exists, is_directory, join, open_binary, walk
+from fnpipe.pipeline.sources.files import composed, exists, join, open_binary, walk
 from fnpipe.pipeline.sources.json_rows import EntryReader, read_json_lines
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.source import (
@@ -21,66 +21,87 @@ from fnpipe.pipeline.sources.source import (
     Source,
     Tools,
 )
+from fnpipe.pipeline.sources.splits import RowSplits, named_splits, split_of_folder
 from fnpipe.pipeline.sources.tables import read_table
 
 METADATA = ("metadata.jsonl", "metadata.csv", "captions.txt")
 SIDECARS = (".txt", ".caption", ".json")
-# Folders that stand for a split of the data set, as Hugging Face's imagefolder has them.
-SPLITS = ("train", "val", "valid", "validation", "test", "dev")
 
 
-def metadata_files(directory: str) -> list[str]:
-    """The metadata tables of a folder, or of the folders right below it; at most one per folder."""
+def metadata_files(directory: str, names: list[str] | None = None) -> list[str]:
+    """The metadata tables of a folder; where it has none of its own, those below it, one per folder."""
     own = next((name for name in METADATA if exists(join(directory, name))), None)
     if own:
         return [own]
-    below = sorted({path.split("/")[0] for path in _tables_below(directory)})
-    return [
-        f"{name}/{next(table for table in METADATA if exists(join(directory, f'{name}/{table}')))}" for name in below
-    ]
+    names = walk(directory) if names is None else names
+    tables: dict[str, str] = {}
+    for name in METADATA:
+        for path in names:
+            folder, _, base = path.rpartition("/")
+            if base == name:
+                tables.setdefault(folder, path)
+    return sorted(tables.values())
 
 
 def read_folder(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) -> None:
     """Read a folder's metadata tables; where there is none, the text files that share an image's name."""
-    directory = source.path
-    source.root = how.image_root or directory
-    if how.split and is_directory(join(directory, how.split)):
-        tables = [f"{how.split}/{name}" for name in metadata_files(join(directory, how.split))]
-        prefix = how.split + "/"
-    else:
-        tables = metadata_files(directory)
-        prefix = ""
+    source.root = how.image_root or source.path
+    names = walk(source.path)
+    pictures = [name for name in names if _is_picture(name)]
+    tables = metadata_files(source.path, names)
+    splits = _picture_splits(source, pictures)
     if not tables:
-        _read_sidecars(source, how, rows, prefix)
+        _read_sidecars(source, how, rows, names, splits)
         return
     for table in tables:
-        _read_metadata(source, how, rows, table)
+        _read_metadata(source, how, rows, table, splits)
     if how.image_root is None:
-        _note_unmentioned(source, rows, prefix)
+        alone = len(set(map(composed, pictures)).difference(map(composed, rows.image_paths())))
+        source.say([f"{alone:,} images without a caption"] if alone else [])
 
 
-def _read_metadata(source: Source, how: ReadOptions, rows: RowBuilder, table: str) -> None:
+def _picture_splits(source: Source, pictures: list[str]) -> dict[str, str | None]:
+    """The split of each picture by its folder; by its own name only where all of them speak of a split.
+
+    `datasets` would take the one picture called ``test.jpg`` for the whole data set.
+    """
+    found = named_splits(pictures)
+    if found.by_folder or None not in found.of.values():
+        source.say(found.notes)
+        return {composed(name): split for name, split in found.of.items()}
+    telling = [name for name, split in found.of.items() if split is not None]
+    if telling:
+        source.say(
+            [f"{len(telling):,} images are named after a split (the first {telling[0]!r}), others not: not used"]
+        )
+    else:
+        source.say(found.notes)
+    return {}
+
+
+def _read_metadata(
+    source: Source, how: ReadOptions, rows: RowBuilder, table: str, of_pictures: dict[str, str | None]
+) -> None:
     path = join(source.path, table)
     folder = table.rpartition("/")[0]
-    split = folder if folder in SPLITS or folder == how.split else None
+    splits = RowSplits(split_of_folder(table), of_pictures)
     # Paths in a table are relative to the folder that holds it; `image` is relative to the source.
     prefix = f"{folder}/" if folder and how.image_root is None else ""
     if table.endswith(".jsonl"):
-        entries = _PrefixedEntries(how, rows, prefix, split or None)
+        entries = _PrefixedEntries(how, rows, prefix, splits)
         source.inputs.append(path)
         read_json_lines(path, entries)
+        source.say(splits.notes())
         rows.require_fields(path, entries.image or "file_name", entries.caption or CAPTION_FIELDS[0])
     else:
-        read_table(path, "csv", source, how, rows, split=split or None, folder=prefix)
+        read_table(path, "csv", source, how, rows, splits, folder=prefix)
 
 
 class _PrefixedEntries(EntryReader):
     """Entries whose image paths are relative to a folder of the source."""
 
-    def __init__(self, how: ReadOptions, rows: RowBuilder, prefix: str, split: str | None) -> None:
-        super().__init__(
-            how, rows, image_fields=("file_name", *IMAGE_FIELDS), caption_fields=CAPTION_FIELDS, split=split
-        )
+    def __init__(self, how: ReadOptions, rows: RowBuilder, prefix: str, splits: RowSplits) -> None:
+        super().__init__(how, rows, splits, image_fields=("file_name", *IMAGE_FIELDS), caption_fields=CAPTION_FIELDS)
         self._prefix = prefix
 
     def add(self, entry: Any, line: int | None = None) -> None:
@@ -92,15 +113,9 @@ class _PrefixedEntries(EntryReader):
         super().add(entry, line)
 
 
-def _note_unmentioned(source: Source, rows: RowBuilder, prefix: str) -> None:
-    pictures = {name for name in walk(source.path) if name.startswith(prefix) and _is_picture(name)}
-    alone = len(set(map(composed, pictures)).difference(map(composed, rows.image_paths())))
-    if alone:
-        source.notes.append(f"{source.name}: {alone:,} images without a caption")
-
-
-def _read_sidecars(source: Source, how: ReadOptions, rows: RowBuilder, prefix: str) -> None:
-    names = [name for name in walk(source.path) if name.startswith(prefix)]
+def _read_sidecars(
+    source: Source, how: ReadOptions, rows: RowBuilder, names: list[str], splits: dict[str, str | None]
+) -> None:
     texts: dict[str, str] = {}
     for suffix in reversed(SIDECARS):
         texts.update({composed(name[: -len(suffix)]): name for name in names if name.endswith(suffix)})
@@ -114,15 +129,14 @@ def _read_sidecars(source: Source, how: ReadOptions, rows: RowBuilder, prefix: s
     field = (how.caption_column or "caption").removeprefix("json:")
     for name in pictures:
         sidecar = texts.get(composed(os.path.splitext(name)[0]))
-        split = name.split("/")[0]
-        split_name = split if split in SPLITS and "/" in name else None
+        split = splits.get(composed(name))
         if sidecar is None:
-            rows.bad("no-caption", "no text file has the image's name", image=name)
+            rows.bad("no-caption", "no text file has the image's name", image=name, split=split)
         else:
-            rows.add(name, _read_sidecar(join(source.path, sidecar), field), split=split_name)
+            rows.add(name, _read_sidecar(join(source.path, sidecar), field), split=split)
     for stem in sorted(texts.keys() - stems):
         if texts[stem].endswith((".txt", ".caption")):
-            rows.bad("no-image", f"no image is named like {texts[stem]}")
+            rows.bad("no-image", f"no image is named like {texts[stem]}", split=split_of_folder(texts[stem]))
 
 
 def _read_sidecar(path: str, field: str) -> Any:
@@ -135,10 +149,6 @@ def _read_sidecar(path: str, field: str) -> Any:
     except (ValueError, RecursionError):
         return MISSING
     return value.get(field, MISSING) if isinstance(value, dict) else value
-
-
-def _tables_below(directory: str) -> list[str]:
-    return [path for path in walk(directory) if path.count("/") == 1 and path.rpartition("/")[2] in METADATA]
 
 
 def _is_picture(name: str) -> bool:

@@ -11,7 +11,7 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.sources.columns import Mapped, add_columns, caption_values, require_image_type
 from fnpipe.pipeline.sources.files import exists, join, natural, open_binary, walk
 from fnpipe.pipeline.sources.folder import metadata_files, read_folder
-from fnpipe.pipeline.sources.parquet import parquet_members, read_parquet, split_of
+from fnpipe.pipeline.sources.parquet import parquet_members, read_parquet
 from fnpipe.pipeline.sources.rows import RowBuilder
 from fnpipe.pipeline.sources.source import (
     CAPTION_FIELDS,
@@ -21,6 +21,7 @@ from fnpipe.pipeline.sources.source import (
     Tools,
     choose_field,
 )
+from fnpipe.pipeline.sources.splits import named_splits
 from fnpipe.pipeline.sources.webdataset import read_webdataset, tar_members
 from fnpipe.pipeline.storage import is_remote, local_path
 
@@ -60,8 +61,14 @@ def _arrow_files(directory: str) -> list[tuple[str, str | None]]:
         return [(join(split, name), split) for split in splits for name in _state_files(join(directory, split))]
     if exists(join(directory, _STATE)):
         return [(name, None) for name in _state_files(directory)]
-    names = sorted((name for name in walk(directory) if name.endswith(".arrow")), key=natural)
-    return [(name, split_of(name)) for name in names]
+    # What `map` and `filter` of `datasets` left beside the data are copies of it.
+    names = [name for name in walk(directory) if name.endswith(".arrow") and not _base(name).startswith("cache-")]
+    splits = named_splits(names).of
+    return [(name, splits[name]) for name in sorted(names, key=natural)]
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]
 
 
 def _state_files(directory: str) -> list[str]:
@@ -97,15 +104,11 @@ def _is_plain(name: Any) -> bool:
 def _read_arrow(source: Source, how: ReadOptions, rows: RowBuilder, files: list[tuple[str, str | None]]) -> None:
     if is_remote(source.path):
         raise InputError(f"{source.path}: Arrow files are read where they lie, on a local disk; copy them first")
-    chosen = [(name, split) for name, split in files if how.split is None or split in (how.split, None)]
-    if not chosen:
-        known = ", ".join(sorted({str(split) for _, split in files}))
-        raise InputError(f"{source.path}: no split {how.split!r} (it has {known})")
-    for name, split in chosen:
+    for name, split in files:
         path = join(source.path, name)
         source.inputs.append(path)
         source.files.append(path)
-        _read_arrow_file(path, name, len(source.files) - 1, rows, how, how.split or split)
+        _read_arrow_file(path, name, len(source.files) - 1, rows, how, split)
 
 
 def _read_arrow_file(path: str, name: str, number: int, rows: RowBuilder, how: ReadOptions, split: str | None) -> None:
@@ -123,7 +126,7 @@ def _read_arrow_file(path: str, name: str, number: int, rows: RowBuilder, how: R
     place = Mapped(number, whole)
     for batch in _checked_batches(path, reader, [image, caption]):
         captions = caption_values(f"{path}: column {caption!r}", batch.column(caption))
-        add_columns(rows, batch.column(image), captions, place, name=name, start=start, split=split)
+        add_columns(rows, batch.column(image), captions, place, name=name, start=start, splits=[split] * len(batch))
         start += len(batch)
 
 

@@ -10,6 +10,7 @@ from fnpipe.pipeline.sources.files import bounded_lines, open_text, parent, size
 from fnpipe.pipeline.sources.jsonstream import JsonStream
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.source import IMAGE_FIELDS, ReadOptions, Source, Tools
+from fnpipe.pipeline.sources.splits import SPLIT_COLUMN, RowSplits, split_of_file
 
 # Not "text" or "title": in a free form such as JSON those may be anything, and a flag names them.
 _CAPTION_FIELDS = ("caption", "captions")
@@ -46,7 +47,8 @@ def read_json(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) 
     if kind == "object":
         keys = f" with keys {_keys(source.path)}"
         raise InputError(f"{source.path}: expected a list of rows, found an object{keys}")
-    entries = EntryReader(how, rows)
+    splits = RowSplits(split_of_file(source.path))
+    entries = EntryReader(how, rows, splits)
     if kind == "lines":
         read_json_lines(source.path, entries)
     else:
@@ -55,6 +57,7 @@ def read_json(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) 
             for entry in stream.items():
                 entries.add(entry)
             stream.end()
+    source.say(splits.notes())
     rows.require_fields(source.path, entries.image or IMAGE_FIELDS[0], entries.caption or _CAPTION_FIELDS[0])
 
 
@@ -67,7 +70,7 @@ def read_json_lines(path: str, entries: EntryReader) -> None:
             try:
                 entry = json.loads(line)
             except (ValueError, RecursionError) as error:
-                entries.rows.bad("bad-row", f"not JSON: {error}"[:200], line=number)
+                entries.rows.bad("bad-row", f"not JSON: {error}"[:200], line=number, split=entries.splits.of_file)
             else:
                 entries.add(entry, number)
 
@@ -87,26 +90,28 @@ class EntryReader:
         self,
         how: ReadOptions,
         rows: RowBuilder,
+        splits: RowSplits,
         *,
         image_fields: tuple[str, ...] = IMAGE_FIELDS,
         caption_fields: tuple[str, ...] = _CAPTION_FIELDS,
-        split: str | None = None,
     ) -> None:
         self.rows = rows
         self.image = how.image_column
         self.caption = how.caption_column
         self._known = (image_fields, caption_fields)
-        self._split = split
+        self.splits = splits
 
     def add(self, entry: Any, line: int | None = None) -> None:
         if type(entry) is not dict:
-            self.rows.bad("bad-row", f"not an object but {shown(entry)}", line=line)
+            self.rows.bad("bad-row", f"not an object but {shown(entry)}", line=line, split=self.splits.of_file)
             return
         if self.image is None or self.caption is None:
             self._settle(entry)
         if len(self.rows) < 100:
             self.rows.fields.update(dict.fromkeys(map(str, entry)))
-        self.rows.add(entry.get(self.image, MISSING), entry.get(self.caption, MISSING), line=line, split=self._split)
+        image = entry.get(self.image, MISSING)
+        split = self.splits.of(entry.get(SPLIT_COLUMN), image)
+        self.rows.add(image, entry.get(self.caption, MISSING), line=line, split=split)
 
     def _settle(self, entry: dict[str, Any]) -> None:
         images, captions = self._known

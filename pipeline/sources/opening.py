@@ -33,23 +33,18 @@ _JSON_NAMES = (".json", ".jsonl", ".ndjson")
 _MANY_FILES = ("webdataset", "parquet")
 # Which formats are tables of text, which may lack a header.
 _TABLES = ("csv", "tsv")
-# Which formats say of their rows to which split they belong.
-_WITH_SPLITS = ("coco", "folder", "hf", "parquet")
 
 
-def open_sources(paths: Sequence[str], form: str, split: str | None = None, *, header: bool = True) -> list[Source]:
+def open_sources(paths: Sequence[str], form: str, *, header: bool = True) -> list[Source]:
     """The sources of a run, their forms found out where ``form`` is ``auto``; nothing is read yet.
 
     Raises:
-        InputError: a path that is not there or cannot be reached, a form that cannot be told, an unknown form, a form
-            without splits of which a ``split`` is asked, no table where there is said to be no ``header``.
+        InputError: a path that is not there or cannot be reached, a form that cannot be told, an unknown form, no
+            table where there is said to be no ``header``.
     """
     if form not in FORMATS:
         raise InputError(f"--format {form}: one of {', '.join(FORMATS)}{nearest(form, list(FORMATS))}")
     sources = [_reach(path, name, form) for path, name in zip(paths, source_names(paths), strict=True)]
-    for source in sources:
-        if split is not None and source.format not in _WITH_SPLITS:
-            raise InputError(f"{source.path}: {source.format} knows no splits; leave --split {split} out")
     if not header and not any(source.format in _TABLES for source in sources):
         raise InputError(f"{sources[0].path}: {sources[0].format}, which has no header line; leave --no-header out")
     return sources

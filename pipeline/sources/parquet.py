@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,16 @@ import pyarrow.parquet as pq
 
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.sources.columns import Spool, add_columns, caption_values, is_embedded, require_image_type
-from fnpipe.pipeline.sources.files import is_directory, join, natural, open_binary, parent, size_of, walk
+from fnpipe.pipeline.sources.columns import (
+    Place,
+    Spool,
+    add_columns,
+    caption_values,
+    is_embedded,
+    require_image_type,
+    split_values,
+)
+from fnpipe.pipeline.sources.files import common_folder, is_directory, join, natural, open_binary, spool_name, walk
 from fnpipe.pipeline.sources.rows import WHOLE_FILE, RowBuilder
 from fnpipe.pipeline.sources.source import (
     CAPTION_FIELDS,
@@ -25,18 +34,22 @@ from fnpipe.pipeline.sources.source import (
     Tools,
     choose_field,
 )
+from fnpipe.pipeline.sources.splits import SPLIT_COLUMN, RowSplits, conflict_notes, named_splits, of_split
 
 _BATCH_ROWS = 256
-# Hugging Face names its files after the split: train-00000-of-00012.parquet.
-_SPLIT_NAME = re.compile(r"(?:^|/)([A-Za-z]+)[-_.]\d+-of-\d+[^/]*$")
+_BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class ReadPart:
-    """One Parquet file turned into rows; file 0 of ``table`` stands for ``spool``."""
+    """One Parquet file turned into rows; file 0 of ``table`` stands for ``spool``.
+
+    ``conflicts`` counts rows whose column says another split than the file's name.
+    """
 
     table: pa.Table
     spool: str
+    conflicts: int
 
 
 def parquet_members(path: str) -> list[str]:
@@ -44,28 +57,22 @@ def parquet_members(path: str) -> list[str]:
     return sorted((join(path, name) for name in walk(path) if name.endswith(".parquet")), key=natural)
 
 
-def split_of(member: str) -> str | None:
-    """The split that a file's name tells, as Hugging Face writes it."""
-    found = _SPLIT_NAME.search(member)
-    return found[1] if found else None
-
-
 def read_parquet(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) -> None:
     """Read every member; embedded images are copied to the spool, since they will be read in another order."""
-    folder = source.path if is_directory(source.path) else parent(source.path)
+    folder = source.path if is_directory(source.path) else common_folder(source.members)
     source.root = how.image_root or folder
-    members = source.members
-    if how.split is not None:
-        members = [member for member in members if how.split in (split_of(member), *member.split("/")[:-1])]
-        if not members:
-            raise InputError(
-                f"{source.path}: no file of the split {how.split!r}; files are named like SPLIT-00000-of-00001"
-            )
-    source.inputs += members
-    read = partial(_read, how=how, spool=str(tools.spool), folder=folder)
-    for member, part in zip(members, tools.map(read, members), strict=True):
+    splits = named_splits([_below(member, folder) for member in source.members])
+    source.say(splits.notes)
+    if how.split is not None and not any(map(_has_split_column, source.members)):
+        chosen = of_split(source.path, list(splits.of.values()), how.split)
+        source.members = list(compress(source.members, chosen))
+    source.inputs += source.members
+    read = partial(_read, how=how, spool=str(tools.spool), folder=folder, splits=splits.of)
+    conflicts = 0
+    for member, part in zip(source.members, tools.map(read, source.members), strict=True):
         if not len(part.table):
-            source.notes.append(f"{source.name}: {member} has no rows")
+            source.say([f"{member} has no rows"])
+        conflicts += part.conflicts
         number = len(source.files)
         files = part.table["file"]
         if part.spool:
@@ -73,52 +80,98 @@ def read_parquet(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tool
             files = pc.if_else(pc.equal(files, WHOLE_FILE), files, pa.scalar(number, pa.int32()))
         column = part.table.schema.get_field_index("file")
         rows.add_table(part.table.set_column(column, part.table.schema.field(column), files))
+    source.say(conflict_notes(conflicts))
 
 
-def _read(member: str, *, how: ReadOptions, spool: str, folder: str) -> ReadPart:
+def _has_split_column(member: str) -> bool:
     with open_binary(member) as raw:
         try:
-            parquet = pq.ParquetFile(raw)
+            return SPLIT_COLUMN in pq.read_schema(raw).names
+        except (pa.ArrowException, OSError, ValueError):
+            return False  # said when it is read
+
+
+def _below(member: str, folder: str) -> str:
+    return member.removeprefix(folder.rstrip("/") + "/")
+
+
+def _read(member: str, *, how: ReadOptions, spool: str, folder: str, splits: dict[str, str | None]) -> ReadPart:
+    with open_binary(member) as raw:
+        try:
+            # Buffered: a column of pictures is read piece by piece, not as the gigabytes that its row group may hold.
+            parquet = pq.ParquetFile(raw, buffer_size=1 << 20)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise InputError(f"{member}: {_why_not_parquet(member)} ({error})") from None
         names = parquet.schema_arrow.names
         image = choose_field(member, names, how.image_column, IMAGE_FIELDS, "--image-column")
         caption = choose_field(member, names, how.caption_column, CAPTION_FIELDS, "--caption-column")
-        require_image_type(f"{member}: column {image!r}", parquet.schema_arrow.field(image).type)
-        rows = RowBuilder(0)
-        target = Path(spool) / f"{member.strip('/').replace('/', '_')[-80:]}-{size_of(member)}.bin"
-        if not is_embedded(parquet.schema_arrow.field(image).type):
-            _add_batches(parquet, rows, image, caption, member, folder, how, None)
-            return ReadPart(rows.table(), "")
+        kind = parquet.schema_arrow.field(image).type
+        require_image_type(f"{member}: column {image!r}", kind)
+        name = _below(member, folder)
+        reader = _Reader(parquet, RowBuilder(0), image, caption, member, name, RowSplits(splits[name]))
+        if not is_embedded(kind):
+            reader.add_rows(_nowhere)
+            return ReadPart(reader.rows.table(), "", reader.splits.conflicts)
+        target = Path(spool) / f"{spool_name(member)}.bin"
         with atomic.replacing(target) as temporary, temporary.open("wb") as out:
-            _add_batches(parquet, rows, image, caption, member, folder, how, Spool(out))
-        return ReadPart(rows.table(), str(target))
+            reader.add_rows(Spool(out))
+        return ReadPart(reader.rows.table(), str(target), reader.splits.conflicts)
 
 
-def _add_batches(
-    parquet: pq.ParquetFile,
-    rows: RowBuilder,
-    image: str,
-    caption: str,
-    member: str,
-    folder: str,
-    how: ReadOptions,
-    spool: Spool | None,
-) -> None:
-    name = member.removeprefix(folder.rstrip("/") + "/")
-    start = 0
-    try:
-        for batch in parquet.iter_batches(_BATCH_ROWS, columns=[image, caption], use_threads=False):
-            captions = caption_values(f"{member}: column {caption!r}", batch.column(caption))
-            place = spool or _nowhere
-            add_columns(
-                rows, batch.column(image), captions, place, name=name, start=start, split=how.split or split_of(member)
-            )
-            start += len(batch)
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise InputError(f"{member}: damaged after row {start:,} ({error})") from None
+@dataclass
+class _Reader:
+    """One Parquet file on its way to rows.
+
+    Attributes:
+        member: its path. name: its path below the source.
+    """
+
+    parquet: pq.ParquetFile
+    rows: RowBuilder
+    image: str
+    caption: str
+    member: str
+    name: str
+    splits: RowSplits
+
+    def add_rows(self, place: Place) -> None:
+        start = 0
+        try:
+            for batch in self._batches():
+                captions = caption_values(f"{self.member}: column {self.caption!r}", batch.column(self.caption))
+                splits = [self.splits.of(value) for value in split_values(batch)]
+                add_columns(
+                    self.rows, batch.column(self.image), captions, place, name=self.name, start=start, splits=splits
+                )
+                start += len(batch)
+        except (pa.ArrowException, OSError, ValueError) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise
+            raise InputError(f"{self.member}: damaged after row {start:,} ({error})") from None
+
+    def _batches(self) -> Iterator[pa.RecordBatch]:
+        """The rows in batches of bounded bytes."""
+        columns = list(dict.fromkeys([self.image, self.caption]))
+        columns += [SPLIT_COLUMN] if SPLIT_COLUMN in self.parquet.schema_arrow.names else []
+        for group in range(self.parquet.num_row_groups):
+            done = 0
+            try:
+                for batch in self._group(group, columns, self._rows_at_once(group)):
+                    yield batch
+                    done += len(batch)
+            except pa.ArrowNotImplementedError:
+                # More than 2 GiB of pictures came together, of sizes too uneven for their mean: one by one, then.
+                for number, batch in enumerate(self._group(group, columns, 1)):
+                    if number >= done:
+                        yield batch
+
+    def _group(self, group: int, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
+        return self.parquet.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
+
+    def _rows_at_once(self, group: int) -> int:
+        facts = self.parquet.metadata.row_group(group)
+        mean = facts.total_byte_size // max(facts.num_rows, 1)
+        return max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(mean, 1)))
 
 
 def _nowhere(blobs: pa.Array) -> tuple[int, np.ndarray, np.ndarray]:

@@ -86,16 +86,19 @@ class RowBuilder:
             texts, dropped, reason, detail = caption_texts(caption)
             if reason:
                 self._without_caption += caption is MISSING
-                return self.bad(reason, detail, image=image if isinstance(image, str) else None, line=line)
+                shown = image if isinstance(image, str) else None
+                return self.bad(reason, detail, image=shown, line=line, split=split)
         if type(image) is not str:
             self._without_image += image is MISSING
             reason, detail = _no_path(image)
-            return self.bad(reason, detail, line=line)
+            return self.bad(reason, detail, line=line, split=split)
         self._append((line, image, texts, dropped, split, file, offset, size, None, None))
 
-    def bad(self, reason: str, detail: str, *, image: str | None = None, line: int | None = None) -> None:
+    def bad(
+        self, reason: str, detail: str, *, image: str | None = None, line: int | None = None, split: str | None = None
+    ) -> None:
         """Add an entry that is quarantined for what it is."""
-        self._append((line, image, [], 0, None, WHOLE_FILE, 0, 0, reason, detail))
+        self._append((line, image, [], 0, split, WHOLE_FILE, 0, 0, reason, detail))
 
     def add_table(self, table: pa.Table) -> None:
         """Add rows in the form of ``ROWS_SCHEMA``; source and row numbers are filled in here."""

@@ -57,6 +57,10 @@ class Source:
     inputs: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def say(self, notes: Iterable[str]) -> None:
+        """Add notes, under the source's name."""
+        self.notes += [f"{self.name}: {note}" for note in notes]
+
 
 class ParallelMap(Protocol):
     """``map`` over processes, in order."""

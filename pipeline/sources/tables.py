@@ -12,6 +12,7 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.sources.files import bounded_lines, open_text, parent
 from fnpipe.pipeline.sources.rows import RowBuilder
 from fnpipe.pipeline.sources.source import CAPTION_FIELDS, IMAGE_FIELDS, ReadOptions, Source, Tools, choose_field
+from fnpipe.pipeline.sources.splits import SPLIT_COLUMN, RowSplits, split_of_file
 
 # Tried in this order on the first line; the form that the user or the file's name claims comes first.
 _DELIMITERS = {"csv": ",\t;|", "tsv": "\t,;|"}
@@ -30,13 +31,13 @@ _Record = tuple[int, list[str] | None]
 def read_csv(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) -> None:
     """Read a table with commas (or whatever its header line has instead)."""
     source.root = how.image_root or parent(source.path)
-    read_table(source.path, "csv", source, how, rows)
+    read_table(source.path, "csv", source, how, rows, RowSplits(split_of_file(source.path)))
 
 
 def read_tsv(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) -> None:
     """Read a table with tabs (or whatever its header line has instead)."""
     source.root = how.image_root or parent(source.path)
-    read_table(source.path, "tsv", source, how, rows)
+    read_table(source.path, "tsv", source, how, rows, RowSplits(split_of_file(source.path)))
 
 
 def read_table(
@@ -45,8 +46,8 @@ def read_table(
     source: Source,
     how: ReadOptions,
     rows: RowBuilder,
+    splits: RowSplits,
     *,
-    split: str | None = None,
     folder: str = "",
 ) -> None:
     """Add the rows of one table; ``folder`` is put before each image path."""
@@ -61,10 +62,12 @@ def read_table(
             header = [name.strip() for name in next(records, (1, None))[1] or [""]]
             image = _position(path, header, how.image_column, IMAGE_FIELDS, "--image-column")
             caption = _position(path, header, how.caption_column, CAPTION_FIELDS, "--caption-column")
+            split = header.index(SPLIT_COLUMN) if SPLIT_COLUMN in header else None
             width = len(header)
         else:
             image = _number(how.image_column or _IMAGE_POSITION, "--image-column")
             caption = _number(how.caption_column or _CAPTION_POSITION, "--caption-column")
+            split = None
             width = 0
         for line, fields in records:
             if fields is None:
@@ -72,9 +75,12 @@ def read_table(
                 continue
             width = width or max(len(fields), image + 1, caption + 1)
             if len(fields) != width:
-                rows.bad("bad-row", f"{len(fields)} columns, not {width}", line=line)
+                rows.bad("bad-row", f"{len(fields)} columns, not {width}", line=line, split=splits.of_file)
             else:
-                rows.add(folder + fields[image], fields[caption], line=line, split=split)
+                path = folder + fields[image]
+                own = splits.of(None if split is None else fields[split], path)
+                rows.add(path, fields[caption], line=line, split=own)
+    source.say(splits.notes())
 
 
 class _Lines(Iterator[str]):

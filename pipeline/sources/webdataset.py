@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,11 +21,12 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.packing import no_cycle_search
 from fnpipe.pipeline.sources.files import (
+    common_folder,
     join,
     natural,
     open_binary,
     peek,
-    size_of,
+    spool_name,
     unpacked_limit,
     unpacks_too_far,
     walk,
@@ -32,6 +34,7 @@ from fnpipe.pipeline.sources.files import (
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.samples import Sample, TarIndex, index_tar
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
+from fnpipe.pipeline.sources.splits import named_splits, of_split
 
 TAR_NAMES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _UNPACKERS: dict[bytes, Callable[[Any], Any]] = {
@@ -69,17 +72,22 @@ def tar_members(path: str) -> list[str]:
 
 def read_webdataset(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) -> None:
     """Index every tar of the source; samples become rows, damage becomes rows that are quarantined."""
+    prefix = common_folder(source.members)
+    splits = named_splits([member[len(prefix) :] for member in source.members])
+    source.say(splits.notes)
+    chosen = of_split(source.path, list(splits.of.values()), how.split)
+    source.members = list(compress(source.members, chosen))
     source.inputs += source.members
-    index = partial(_index, field=json_field(how), prefix=_common_folder(source), spool=str(tools.spool))
+    index = partial(_index, field=json_field(how), prefix=prefix, spool=str(tools.spool))
     settled = False
     for number, (path, tar) in enumerate(zip(source.members, tools.map(index, source.members), strict=True)):
         if tar.samples and not settled:
             _require_captions(path, tar)
             settled = True
         if not len(tar.table):
-            source.notes.append(f"{source.name}: {path} holds no samples")
+            source.say([f"{path} holds no samples"])
         source.files.append(tar.file)
-        rows.add_table(_renumber(tar.table, number))
+        rows.add_table(_placed(tar.table, number, splits.of[path[len(prefix) :]]))
 
 
 def json_field(how: ReadOptions) -> str | None:
@@ -158,25 +166,18 @@ def _require_captions(path: str, tar: IndexedTar) -> None:
     raise InputError(f"{path}: no caption field (its samples have {', '.join(tar.fields)}); {way}")
 
 
-def _renumber(table: pa.Table, number: int) -> pa.Table:
-    """Let the rows that refer to file 0 refer to file ``number``."""
+def _placed(table: pa.Table, number: int, split: str | None) -> pa.Table:
+    """The rows of a tar, those that refer to file 0 referring to file ``number``, all of them of its ``split``."""
     column = table["file"]
     files = pc.if_else(pc.equal(column, 0), pa.scalar(number, pa.int32()), column)
-    return table.set_column(table.column_names.index("file"), table.schema.field("file"), files)
-
-
-def _common_folder(source: Source) -> str:
-    """What all members' paths start with, up to a slash, so that `image` starts with the tar's own name."""
-    heads = [member.rpartition("/")[0] + "/" if "/" in member else "" for member in source.members]
-    shortest = min(heads, key=len)
-    while not all(head.startswith(shortest) for head in heads):
-        shortest = shortest.rstrip("/").rpartition("/")[0] + "/"
-    return shortest
+    table = table.set_column(table.column_names.index("file"), table.schema.field("file"), files)
+    splits = pa.repeat(pa.scalar(split, pa.string()), len(table))
+    return table.set_column(table.column_names.index("split"), table.schema.field("split"), splits)
 
 
 def _unpack(path: str, spool: Path) -> str:
     """An uncompressed copy of a compressed tar: its images are read in another order than they lie in."""
-    target = spool / f"{path.strip('/').replace('/', '_')[-80:]}-{size_of(path)}.tar"
+    target = spool / f"{spool_name(path)}.tar"
     if not target.exists():
         with open_binary(path) as raw, atomic.replacing(target) as temporary, temporary.open("wb") as out:
             _copy(_unpacker(raw), out, path)

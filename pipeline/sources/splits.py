@@ -6,6 +6,7 @@ first, else the file's name does. Only what lies below the source counts, never 
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -116,7 +117,7 @@ class RowSplits:
     """The split of each row of a file: what its column says, else its picture's place, else the file's name.
 
     Attributes:
-        of_file: the split that the file's name tells. of_pictures: of each picture below the source, by `composed` path.
+        of_file: the split that the file's name tells. of_pictures: of each picture below the source, by composed path.
         conflicts: rows whose column says another than the names do.
     """
 
@@ -128,7 +129,7 @@ class RowSplits:
     def of(self, value: Any = None, picture: Any = None) -> str | None:
         """The split of a row: ``value`` of its column, ``picture`` its path below the source."""
         by_picture = self._of_pictures and isinstance(picture, str)
-        named = (self._of_pictures.get(composed(picture)) if by_picture else None) or self.of_file
+        named = (self._of_pictures.get(composed(posixpath.normpath(picture))) if by_picture else None) or self.of_file
         own = split_of_value(value)
         self.conflicts += own is not None and named is not None and own != named
         return named if own is None else own

@@ -401,6 +401,12 @@ def export_command(
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A new directory to write to.")],
     to: Annotated[str, typer.Option("--to", help="open_clip, sentence-transformers or hf.")],
     edges: EdgesOption = None,
+    no_identity: Annotated[
+        bool, typer.Option("--no-identity", help="Leave out positives that the identity rule found.")
+    ] = False,
+    push: Annotated[
+        str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to this data set of the Hugging Face Hub (hf).")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Write the train pairs with the mined positives as training data of another library.
@@ -411,12 +417,17 @@ def export_command(
     from fnpipe.pipeline.workspace import Workspace
 
     opened = Workspace.open(workspace)
-    summary = export(opened, opened.resolve("edges", edges, "--edges"), to, directory)
+    chosen = opened.resolve("edges", edges, "--edges")
+    summary = export(opened, chosen, to, directory, identity=not no_identity, push=push)
 
     def render() -> None:
-        pairs = f"{summary.recorded:,} recorded pairs and {summary.mined:,} mined"
+        pairs = f"{summary.recorded:,} recorded pairs and {summary.mined:,} mined ({summary.by_identity:,} by identity)"
         print(f"{shown(summary.path)}: {pairs}, {summary.images:,} images")
         for name, rows in summary.rows.items():
             print(f"  {name}: {rows:,} rows")
+        for note in summary.notes:
+            print(f"note: {note}")
+        for line in summary.load.splitlines():
+            print(shown(line))
 
     emit(asdict(summary), as_json, render)

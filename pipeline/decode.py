@@ -90,6 +90,21 @@ def inspect_image(data: bytes, *, max_pixels: int = MAX_PIXELS, full: bool = Tru
     return _facts(*image.size, orientation, _EXTENSIONS.get(image.format or ""))
 
 
+def picture_ending(data: bytes) -> str:
+    """The file ending that a picture's bytes call for: jpg, png, webp, or the format's own name; jpg for no picture."""
+    # What shards hold is known by its first bytes, without opening it.
+    if data[:3] == b"\xff\xd8\xff":
+        return "jpg"
+    if data[:8] == b"\x89PNG\r\n\x1a\n":
+        return "png"
+    try:
+        with Image.open(io.BytesIO(data), formats=_FORMATS) as image:
+            name = str(image.format)
+    except Exception:  # whatever a decoder raises: the name of bytes that nobody can open does not matter
+        return "jpg"
+    return _EXTENSIONS.get(name, name.lower())
+
+
 def decode_rgb(data: bytes, *, max_pixels: int = MAX_PIXELS) -> np.ndarray:
     """Decode a picture: upright, first frame, transparency over white, 16 bits cut to 8.
 

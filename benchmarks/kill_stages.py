@@ -76,6 +76,9 @@ STAGES = {
     ),
     "graph-exact": StageRun(("build-graph", "ROOT/ws", "--index", "exact", "--k", "8"), ("embed",)),
     "graph-ivf": StageRun(("build-graph", "ROOT/ws", "--index", "ivf", "--k", "8"), ("embed",)),
+    "graph-hnsw": StageRun(
+        ("build-graph", "ROOT/ws", "--index", "HNSW16,SQfp16", "--keep-index", "--k", "8"), ("embed",)
+    ),
     "group-M": StageRun((*_GROUP, "--search-space", "64", "--name", "m"), ("embed",)),
     "group-all": StageRun((*_GROUP, "--search-space", "all", "--name", "all"), ("graph-exact",)),
     "materialize": StageRun(

@@ -21,7 +21,12 @@ def build_graph_command(
     workspace: WorkspaceArgument,
     embeddings: EmbeddingsOption = None,
     k: Annotated[int, typer.Option("--k", help="Neighbours per image and per caption.")] = 32,
-    index: Annotated[str, typer.Option("--index", help="auto, exact or ivf.")] = "auto",
+    index: Annotated[
+        str, typer.Option("--index", help="auto, exact, or a string for faiss.index_factory, such as HNSW32,SQfp16.")
+    ] = "auto",
+    keep_index: Annotated[
+        bool, typer.Option("--keep-index", help="Leave i2t.faiss and t2i.faiss, which FAISS opens and searches.")
+    ] = False,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
     recall_check: Annotated[
         int, typer.Option("--recall-check", help="Random rows to check against exact search; 0 for none.")
@@ -45,6 +50,7 @@ def build_graph_command(
         embeddings=embeddings,
         k=k,
         index=index,
+        keep_index=keep_index,
         device=device,
         recall_check=recall_check,
         seed=seed,
@@ -58,7 +64,8 @@ def build_graph_command(
         of = f"{summary.images:,} images and {summary.pairs:,} pairs"
         print(f"graph/{shown(summary.graph)}: {summary.k} neighbours of {of}")
         recall = ", ".join(f"{name} {value:.3f}" for name, value in summary.recall.items()) or "not checked"
-        print(f"index {summary.index}, recall against exact search: {recall}")
+        blas = f" (FAISS's BLAS: {summary.blas})" if summary.blas else ""
+        print(f"index {summary.index}{blas}, recall against exact search: {recall}")
 
     emit(asdict(summary), as_json, render)
 

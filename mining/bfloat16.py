@@ -14,21 +14,19 @@ from numba import types
 from numba.extending import intrinsic
 
 from fnpipe.mining.compiled import compiled, compiled_sum
-from fnpipe.mining.heaps import CHUNK, any_above
 
+CHUNK = 64
 _LOWEST = -(2**15)
 # Rows that exist as float32 at a time while they are converted.
 _CONVERT_ROWS = 1 << 13
 
 
-def to_bfloat16(rows: np.ndarray) -> torch.Tensor:
-    """(n, d) float16 as bfloat16, by way of float32: torch has no fast direct way."""
-    if len(rows) <= _CONVERT_ROWS:
-        return torch.from_numpy(rows).float().bfloat16()
-    out = torch.empty(rows.shape, dtype=torch.bfloat16)
+def to_bfloat16(rows: np.ndarray, length: int | None = None) -> torch.Tensor:
+    """(n, d) float16 as (at least n, ``length``) x d bfloat16, by way of float32: torch has no fast direct way."""
+    out = torch.empty(max(len(rows), length or 0), rows.shape[1], dtype=torch.bfloat16)
     for start in range(0, len(rows), _CONVERT_ROWS):
-        block = slice(start, start + _CONVERT_ROWS)
-        out[block] = torch.from_numpy(rows[block]).float()
+        block = rows[start : start + _CONVERT_ROWS]
+        out[start : start + len(block)] = torch.from_numpy(block).float()
     return out
 
 
@@ -49,6 +47,20 @@ def padded(size: int) -> int:
 def empty_short_lists(queries: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Heaps that hold nothing yet: (queries, length) int16 keys, and int32 candidates of -1."""
     return np.full((queries, length), _LOWEST, np.int16), np.full((queries, length), -1, np.int32)
+
+
+@compiled
+def _any_above(scores: np.ndarray, threshold: int) -> bool:
+    """Whether one of ``CHUNK`` scores lies above ``threshold``.
+
+    A union of comparisons over a constant number of entries compiles to a few vector instructions; a maximum, or an
+    early exit, takes 25 times as long.
+    """
+    above = np.uint8(0)
+    for x in range(CHUNK):
+        above |= np.uint8(scores[x] > threshold)
+    found: bool = above != 0
+    return found
 
 
 @compiled
@@ -101,7 +113,7 @@ def push_bits(
         own, worst = query_owners[query], keys[query, 0]
         for start in range(0, width, CHUNK):
             # Negative scores are negative integers, so against a threshold from 0 up they compare as they stand.
-            if worst >= 0 and start + CHUNK <= width and not any_above(bits[start : start + CHUNK], worst):
+            if worst >= 0 and start + CHUNK <= width and not _any_above(bits[start : start + CHUNK], worst):
                 continue
             for x in range(start, min(start + CHUNK, width)):
                 key = bits[x]
@@ -113,44 +125,38 @@ def push_bits(
                     worst = keys[query, 0]
 
 
-def _half_value(typing_context: Any, bits: Any) -> Any:
-    """The float32 value of a float16 given by its bits (numba has no float16 on the CPU)."""
+def _half_at(typing_context: Any, address: Any, place: Any) -> Any:
+    """The float32 value of float16 number ``place`` behind a memory address (numba has no float16 on the CPU)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fpext(builder.bitcast(arguments[0], ir.HalfType()), ir.FloatType())
+        row = builder.inttoptr(arguments[0], ir.HalfType().as_pointer())
+        return builder.fpext(builder.load(builder.gep(row, [arguments[1]]), align=2), ir.FloatType())
 
-    return types.float32(types.uint16), generate
+    return types.float32(types.int64, types.int64), generate
 
 
-_half: Any = intrinsic(_half_value)
+_half: Any = intrinsic(_half_at)
 
 
 @compiled_sum
-def _similarity(query: np.ndarray, bits: np.ndarray) -> np.float32:
-    """The float32 product of a float32 row and a float16 row given by its bits."""
+def _similarity(query: np.ndarray, address: int) -> np.float32:
+    """The float32 product of a float32 row and the float16 row at ``address``."""
     total = np.float32(0)
     for d in range(len(query)):
-        total += query[d] * _half(bits[d])
+        total += query[d] * _half(address, d)
     similarity: np.float32 = total
     return similarity
 
 
 @compiled
 def rerank(
-    queries: np.ndarray,
-    bits: np.ndarray,
-    row_of_candidate: np.ndarray,
-    candidates: np.ndarray,
-    k: int,
-    rows: np.ndarray,
-    sims: np.ndarray,
+    queries: np.ndarray, addresses: np.ndarray, candidates: np.ndarray, k: int, rows: np.ndarray, sims: np.ndarray
 ) -> None:
-    """Sort short lists by their float32 similarities and keep the best k.
+    """Sort short lists by their float32 similarities, equal ones by their number, and keep the best k.
 
     Args:
-        queries: (q, d) float32. bits: (n, d) uint16, the candidates' float16 rows.
-        row_of_candidate: (n,) int64, the number that a candidate goes by, which also breaks ties.
-        candidates: (q, length) int32, -1 where a short list is not full.
+        queries: (q, d) float32. addresses: (n,) int64, where each candidate's d float16 values lie in memory.
+        candidates: (q, length) integers, -1 where a short list is not full.
         rows, sims: (q, k) int64 and float32, filled here: best first, -1 and -inf pads.
     """
     length = candidates.shape[1]
@@ -159,11 +165,10 @@ def rerank(
     for query in range(len(queries)):
         size = 0
         for n in range(length):
-            candidate = candidates[query, n]
-            if candidate < 0:
+            row = candidates[query, n]
+            if row < 0:
                 continue
-            sim = _similarity(queries[query], bits[candidate])
-            row = row_of_candidate[candidate]
+            sim = _similarity(queries[query], addresses[row])
             place = size
             while place > 0 and (found[place - 1] < sim or (found[place - 1] == sim and order[place - 1] > row)):
                 found[place] = found[place - 1]
@@ -175,16 +180,3 @@ def rerank(
         for n in range(k):
             rows[query, n] = order[n] if n < size else -1
             sims[query, n] = found[n] if n < size else -np.inf
-
-
-@compiled
-def similarities(queries: np.ndarray, bits: np.ndarray, candidates: np.ndarray, sims: np.ndarray) -> None:
-    """The float32 similarities that `rerank` sorts by, in the order of the short lists.
-
-    Args:
-        queries, bits, candidates: as `rerank`. sims: (q, length) float32, filled here; -inf where no candidate is.
-    """
-    for query in range(len(queries)):
-        for n in range(candidates.shape[1]):
-            candidate = candidates[query, n]
-            sims[query, n] = _similarity(queries[query], bits[candidate]) if candidate >= 0 else -np.inf

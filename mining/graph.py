@@ -7,41 +7,38 @@ image with pair_ids, ``t2i`` one row per pair with image_ids. Best first; -1 pad
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from fnpipe.mining.blas import blas_kernel, blas_note
+from fnpipe.mining.blocks import Blocks, BlockTask, open_pool, search_here, search_on_ray
 from fnpipe.mining.exact import exact_nearest
+from fnpipe.mining.indexes import EXACT, IVF, empty_index, gpu_count, index_paths, make_indexes
 from fnpipe.mining.members import Members, read_members
-from fnpipe.mining.parts import PartPool, Parts, open_pool
-from fnpipe.mining.searches import Search, SearchOptions, block_size, memory_needed, search_here, search_in_parts
+from fnpipe.mining.recall import share_found
+from fnpipe.mining.searches import SearchOptions, memory_needed, open_search
 from fnpipe.mining.sides import Side, sides
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.pipeline.engines import RayPool
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.memory import total_memory
 from fnpipe.pipeline.progress import progress
-from fnpipe.pipeline.stage import Stage
-from fnpipe.pipeline.threads import torch_threads
+from fnpipe.pipeline.stage import Stage, read_object
 from fnpipe.pipeline.workspace import Workspace
 
 DIRECTIONS = ("i2t", "t2i")
 ENGINES = ("local", "ray")
-INDEXES = ("auto", "exact", "ivf")
 DEVICES = ("auto", "cpu", "cuda")
 
 # More are no neighbours any more, and their table would outgrow the embeddings.
 MOST_NEIGHBOURS = 4096
-# Entries of lists that are compared at a time when recall is taken.
-_COMPARED = 1 << 26
 # Ids that are looked at a time when a graph is opened: 32 MiB.
 _CHECKED = 1 << 22
 
@@ -51,13 +48,16 @@ class GraphConfig:
     """How ``fnpipe build-graph`` searches: one field per flag.
 
     Attributes:
-        engine: ``local``, or ``ray``: a part of the index on each worker of the cluster at ``ray_address`` (None starts
+        index: ``auto``, ``exact``, or a string that ``faiss.index_factory`` knows (``IVF4096,SQfp16``).
+        keep_index: leave FAISS's indexes beside the lists.
+        engine: ``local``, or ``ray``: blocks of queries for each worker of the cluster at ``ray_address`` (None starts
             a cluster on this machine). The workspace must lie at the same path on all of them, and be writable.
     """
 
     embeddings: str | None = None
     k: int = 32
     index: str = "auto"
+    keep_index: bool = False
     device: str = "auto"
     recall_check: int = 1000
     seed: int = 0
@@ -70,8 +70,6 @@ class GraphConfig:
             raise InputError(f"--engine {self.engine}: give local or ray")
         if not 1 <= self.k <= MOST_NEIGHBOURS:
             raise InputError(f"--k {self.k}: from 1 to {MOST_NEIGHBOURS:,} neighbours")
-        if self.index not in INDEXES:
-            raise InputError(f"--index {self.index}: one of {', '.join(INDEXES)}")
         if self.device not in DEVICES:
             raise InputError(f"--device {self.device}: one of {', '.join(DEVICES)}")
         if self.device == "cuda" and not torch.cuda.is_available():
@@ -82,7 +80,7 @@ class GraphConfig:
 
 @dataclass(frozen=True)
 class GraphSummary:
-    """What ``build_graph`` made."""
+    """What ``build_graph`` made; ``blas`` are the kernels of FAISS's BLAS, where it was at work."""
 
     graph: str
     index: str
@@ -90,6 +88,8 @@ class GraphSummary:
     images: int
     pairs: int
     recall: dict[str, float]
+    blas: str | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 class Graph:
@@ -142,6 +142,8 @@ def _paths(directory: Path, direction: str) -> tuple[Path, Path]:
 
 # Up to this many candidates, exact search is as quick as building an index.
 _EXACT_ROWS = 50_000
+# What FAISS searches exactly, in half precision as the embeddings are.
+_EVERY_ROW = "SQfp16"
 
 
 def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
@@ -150,7 +152,8 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
     Query blocks are written as they finish, so that a killed run goes on where it was.
 
     Raises:
-        InputError: no embeddings, several and no name, or a graph begun with other parameters.
+        InputError: no embeddings, several and no name, an index that FAISS does not know, or a graph begun with other
+            parameters.
     """
     embeddings = Embeddings.open(workspace, config.embeddings)
     stage = workspace.stage(f"graph/{embeddings.name}")
@@ -158,6 +161,9 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
     meta = {} if config.overwrite else stage.meta() or {}
     device = choose_device(config.device)
     index = choose_index(config.index, len(members.pair_ids), device, meta.get("params", {}).get("index"))
+    if index not in (EXACT, IVF):
+        empty_index(index, embeddings.width)
+        device = "cpu" if config.device == "auto" and not gpu_count() else device
     options = SearchOptions(index, device, config.k, config.seed)
     if config.engine == "local" and not meta.get("complete"):
         _require_memory(embeddings, members, options)
@@ -165,17 +171,21 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
     inputs = {"pairs": workspace.digest, embeddings.stage.name: embeddings.stage.digest}
     with stage.alone():
         if stage.begin(params, inputs, overwrite=config.overwrite):
-            with _pool(workspace, embeddings, config, options) as pool:
-                for direction, (queries, candidates) in sides(embeddings, members).items():
-                    _write_direction(stage, direction, queries, candidates, options, pool)
-            searched = {direction: _read_facts(stage.path, direction) for direction in DIRECTIONS}
-            recall = _check_recall(stage.path, embeddings, members, config)
-            outputs = [path.name for direction in DIRECTIONS for path in _paths(stage.path, direction)]
-            counts = {"images": len(members.images), "pairs": len(members.pair_ids)}
-            stage.finish(outputs, recall=recall, searched=searched, **counts)
+            _search(stage, embeddings, members, config, options)
+        if config.keep_index:
+            _keep_indexes(stage, embeddings, members, options)
         shutil.rmtree(stage.path / "blocks", ignore_errors=True)
     meta = stage.require()
-    return GraphSummary(embeddings.name, index, config.k, meta["images"], meta["pairs"], meta["recall"])
+    return GraphSummary(
+        embeddings.name,
+        index,
+        config.k,
+        meta["images"],
+        meta["pairs"],
+        meta["recall"],
+        meta.get("blas"),
+        meta.get("notes", []),
+    )
 
 
 def choose_device(device: str) -> str:
@@ -189,19 +199,28 @@ def choose_index(index: str, pairs: int, device: str, begun: str | None = None) 
     """What ``auto`` stands for: that of a graph already ``begun``; ``exact`` on a GPU, and up to 50,000 pairs."""
     if index != "auto":
         return index
-    return begun or ("exact" if device == "cuda" or pairs <= _EXACT_ROWS else "ivf")
+    return begun or (EXACT if device == "cuda" or pairs <= _EXACT_ROWS else IVF)
 
 
-@contextmanager
-def _pool(
-    workspace: Workspace, embeddings: Embeddings, config: GraphConfig, options: SearchOptions
-) -> Iterator[PartPool | None]:
-    if config.engine == "local":
-        yield None
-        return
-    address = config.ray_address
-    with open_pool(workspace, embeddings.name, options.k, options.index, options.device, address) as pool:
-        yield pool
+def _search(
+    stage: Stage, embeddings: Embeddings, members: Members, config: GraphConfig, options: SearchOptions
+) -> None:
+    notes = [note] if options.index != EXACT and (note := blas_note()) else []
+    for note in notes:
+        print(note, file=sys.stderr)
+    ray = open_pool(stage.workspace, embeddings.name, options, config.ray_address) if config.engine == "ray" else None
+    searched = {}
+    with ray or nullcontext():
+        for direction, (queries, candidates) in sides(embeddings, members).items():
+            searched[direction] = _write_direction(stage, direction, queries, candidates, options, ray)
+    facts = {"images": len(members.images), "pairs": len(members.pair_ids), "searched": searched}
+    if options.index != EXACT:
+        facts["blas"] = blas_kernel()
+    if notes:
+        facts["notes"] = notes
+    recall = _check_recall(stage.path, embeddings, members, config)
+    outputs = [path.name for direction in DIRECTIONS for path in _paths(stage.path, direction)]
+    stage.finish(outputs, recall=recall, **facts)
 
 
 def _write_direction(
@@ -210,47 +229,62 @@ def _write_direction(
     queries: Side,
     candidates: Side,
     options: SearchOptions,
-    pool: PartPool | None,
-) -> None:
-    if _paths(stage.path, direction)[1].exists():
-        return
-    block = block_size(options.index, len(queries))
-    starts = range(0, len(queries), block)
-    waiting = [start for start in starts if not _block_paths(stage.path, direction, start)[1].exists()]
-    if waiting:
+    ray: RayPool[BlockTask, int] | None,
+) -> dict[str, int]:
+    """Write the lists of one direction, as far as they are not there; what its index is like."""
+    directory = stage.path / "blocks"
+    blocks = Blocks.of(directory, direction, queries, options.index)
+    done = _paths(stage.path, direction)[1].exists()
+    if not done and blocks.waiting():
         size = f"about {memory_needed(options, queries, candidates) / 2**30:.1f} GiB of memory"
         print(
             f"graph {direction}: {options.index} search among {len(candidates):,} candidates, {size}", file=sys.stderr
         )
-        if pool is None:
-            search = search_here(options, queries, candidates)
+        facts = _make_indexes(directory, direction, queries, candidates, options)
+        left = sum(blocks.stop(start) - start for start in blocks.waiting())
+        with progress(f"graph {direction}", left, "rows") as advance:
+            if ray is None:
+                search = open_search(options, queries, candidates, directory, direction, facts)
+                search_here(blocks, search, candidates, advance)
+            else:
+                search_on_ray(blocks, facts, ray, advance)
+    if not done:
+        blocks.join(_paths(stage.path, direction), queries, options.k)
+    return read_object(_facts_path(directory, direction)) or {}
+
+
+def _make_indexes(
+    directory: Path, direction: str, queries: Side, candidates: Side, options: SearchOptions
+) -> dict[str, int]:
+    """The direction's indexes, made unless a run that was killed has left them; what they are like."""
+    path = _facts_path(directory, direction)
+    paths = index_paths(directory, direction, len(candidates)) if options.index != EXACT else []
+    facts = read_object(path)
+    if facts is None or not all(path.exists() for path in paths):
+        facts = {}
+        if paths:
+            facts = make_indexes(options.index, queries, candidates, options.seed, paths, gpu=options.faiss_on_gpus)
+        atomic.write_json(path, facts)
+    return facts
+
+
+def _facts_path(directory: Path, direction: str) -> Path:
+    return directory / f"{direction}.json"
+
+
+def _keep_indexes(stage: Stage, embeddings: Embeddings, members: Members, options: SearchOptions) -> None:
+    """Leave the indexes beside the lists; where search was exact, one that holds every row and searches them all."""
+    for direction, (queries, candidates) in sides(embeddings, members).items():
+        kept = index_paths(stage.path, direction, len(candidates))
+        made = index_paths(stage.path / "blocks", direction, len(candidates))
+        if all(path.exists() for path in kept):
+            continue
+        if all(path.exists() for path in made):
+            for path, place in zip(made, kept, strict=True):
+                path.replace(place)
         else:
-            parts = Parts(stage.path / "blocks", direction, pool.workers, block)
-            search = search_in_parts(options, queries, candidates, pool, parts, waiting)
-        atomic.write_json(_facts_path(stage.path, direction), search.facts)
-        _write_blocks(stage.path, direction, queries, candidates, search, block, waiting)
-    _join_blocks(stage.path, direction, queries, options.k, block)
-
-
-def _write_blocks(
-    directory: Path, direction: str, queries: Side, candidates: Side, search: Search, block: int, starts: list[int]
-) -> None:
-    def write(start: int) -> None:
-        stop = min(start + block, len(queries))
-        found, sims = search.find(start, stop)
-        ids_path, sims_path = _block_paths(directory, direction, start)
-        atomic.write_array(ids_path, np.where(found < 0, -1, candidates.ids[found]))
-        # Last, because it marks the block as written.
-        atomic.write_array(sims_path, sims.astype(np.float16))
-        advance(stop - start)
-
-    left = sum(min(block, len(queries) - start) for start in starts)
-    with (
-        progress(f"graph {direction}", left, "rows") as advance,
-        torch_threads(1) if search.workers > 1 else nullcontext(),
-        ThreadPoolExecutor(search.workers) as pool,
-    ):
-        list(pool.map(write, starts))
+            factory = _EVERY_ROW if options.index == EXACT else options.index
+            make_indexes(factory, queries, candidates, options.seed, kept, gpu=options.faiss_on_gpus)
 
 
 def _require_memory(embeddings: Embeddings, members: Members, options: SearchOptions) -> None:
@@ -258,37 +292,12 @@ def _require_memory(embeddings: Embeddings, members: Members, options: SearchOpt
     both = sides(embeddings, members).values()
     needed, memory = max(memory_needed(options, queries, rows) for queries, rows in both), total_memory()
     if needed > memory:
-        way_out = "use --index exact, which is slower" if options.index == "ivf" else "use a smaller --k"
+        way_out = "use a smaller --k" if options.index == EXACT else "use --index exact, which is slower"
         raise InputError(
             f"{embeddings.stage.path}: {options.index} search among {len(members.pair_ids):,} captions takes about "
             f"{needed / 2**30:,.1f} GiB of memory, and there are {memory / 2**30:,.1f}; {way_out}, or spread it over "
             "machines with --engine ray"
         )
-
-
-def _facts_path(directory: Path, direction: str) -> Path:
-    return directory / "blocks" / f"{direction}.json"
-
-
-def _read_facts(directory: Path, direction: str) -> dict[str, int]:
-    facts: dict[str, int] = json.loads(_facts_path(directory, direction).read_bytes())
-    return facts
-
-
-def _block_paths(directory: Path, direction: str, start: int) -> tuple[Path, Path]:
-    blocks = directory / "blocks"
-    return blocks / f"{direction}-{start:010d}.ids.npy", blocks / f"{direction}-{start:010d}.sims.npy"
-
-
-def _join_blocks(directory: Path, direction: str, queries: Side, k: int, block: int) -> None:
-    """Put the blocks of the members into the rows of all; the similarities come last and mark the direction done."""
-    for part, dtype, pad in ((0, np.int64, -1), (1, np.float16, -np.inf)):
-        with atomic.replacing(_paths(directory, direction)[part]) as temporary:
-            out = atomic.new_array(temporary, dtype, (len(queries.rows), k))
-            out[:] = pad
-            for start in range(0, len(queries), block):
-                out[queries.ids[start : start + block]] = np.load(_block_paths(directory, direction, start)[part])
-            out.flush()
 
 
 def _check_recall(directory: Path, embeddings: Embeddings, members: Members, config: GraphConfig) -> dict[str, float]:
@@ -307,14 +316,3 @@ def _check_recall(directory: Path, embeddings: Embeddings, members: Members, con
         recall[f"{direction}@{config.k}"] = share_found(ids, true_ids)
         recall[f"{direction}@10"] = share_found(ids[:, :10], true_ids[:, :10])
     return recall
-
-
-def share_found(ids: np.ndarray, true_ids: np.ndarray) -> float:
-    """The share of ``true_ids`` (n, k) that stands in the same row of ``ids`` (n, k); -1 pads do not count."""
-    wanted = true_ids >= 0
-    # Some rows at a time: together they would be rows x k x k.
-    step = max(1, _COMPARED // (true_ids.shape[1] * ids.shape[1] or 1))
-    starts = range(0, len(ids), step)
-    hits = [(true_ids[s : s + step, :, None] == ids[s : s + step, None, :]).any(axis=2) for s in starts]
-    found = np.concatenate(hits) & wanted if hits else wanted
-    return float(found.sum() / max(1, wanted.sum()))

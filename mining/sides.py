@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -27,6 +28,18 @@ class Side:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def rows_of(self, ids: np.ndarray) -> np.ndarray:
+        """The member that each id is, by its number here; -1 stays."""
+        numbers = self._numbers
+        found: np.ndarray = np.where(ids < 0, -1, numbers[ids])
+        return found
+
+    @cached_property
+    def _numbers(self) -> np.ndarray:
+        numbers = np.full(int(self.ids.max()) + 1, -1, np.int64)
+        numbers[self.ids] = np.arange(len(self.ids))
+        return numbers
 
     def halves(self, start: int, stop: int) -> np.ndarray:
         """Members ``start .. stop - 1`` as (n, d) float16."""

@@ -39,8 +39,8 @@ class Rows:
         self._paths = paths
         self._maps = map_arrays(paths, "shard again with more --images-per-shard")
         for path, part, rows in zip(paths, self._maps, np.diff(starts), strict=True):
-            if part.shape != (rows, width) or part.dtype.kind != "f":
-                what = f"{part.dtype} of shape {part.shape}, not floats of {(int(rows), width)}"
+            if part.shape != (rows, width) or part.dtype != np.float16:
+                what = f"{part.dtype} of shape {part.shape}, not float16 of {(int(rows), width)}"
                 raise atomic.damaged(path, what)
 
     def __len__(self) -> int:
@@ -79,6 +79,16 @@ class Rows:
                 shard = int(shards[rows[0]])
                 out[rows] = self._maps[shard][ids[rows] - self.starts[shard]]
         return out
+
+    def addresses(self, ids: np.ndarray) -> np.ndarray:
+        """Where rows lie in memory, for as long as these ``Rows`` live: (n,) int64, each of ``width`` float16 values.
+
+        Args:
+            ids: (n,) int64, in any order.
+        """
+        bases = np.array([part.ctypes.data for part in self._maps], np.int64)
+        shards = np.searchsorted(self.starts, ids, side="right") - 1
+        return np.asarray(bases[shards] + (ids - self.starts[shards]) * (2 * self.width), np.int64)
 
     def slice(self, start: int, stop: int) -> np.ndarray:
         """Rows ``start .. stop - 1`` as (n, width) float16, in id order."""

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from conftest import MakeWorkspace
 from fnpipe.mining.device_search import DeviceRows
 from fnpipe.mining.exact import exact_nearest
-from fnpipe.mining.graph import Graph, GraphConfig, build_graph, share_found
+from fnpipe.mining.graph import Graph, GraphConfig, build_graph
+from fnpipe.mining.recall import share_found
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
@@ -50,7 +51,9 @@ def test_the_device_search_agrees_with_the_exact_one(n, k, seed):
     rows, queries = rng.integers(-2, 3, (n, 4)).astype(np.float16), rng.integers(-2, 3, (7, 4)).astype(np.float16)
     owners, query_owners = rng.integers(0, n, n), rng.integers(0, n, 7)
     # Float32 keeps the short lists exact, so that rows may be compared where nothing ties at their end.
-    found, sims = DeviceRows(lambda a, b: rows[a:b], owners, "cpu", torch.float32).nearest(queries, query_owners, k)
+    found, sims = DeviceRows(lambda a, b: rows[a:b], owners, ["cpu", "cpu"], torch.float32).nearest(
+        queries, query_owners, k
+    )
     exact, exact_sims = exact_nearest(
         queries.astype(np.float32), query_owners, lambda a, b: rows[a:b].astype(np.float32), owners, k
     )
@@ -204,7 +207,7 @@ def test_the_share_found_does_not_depend_on_how_many_rows_are_compared_at_a_time
     rng = np.random.default_rng(0)
     ids, true_ids = rng.integers(-1, 9, (50, 6)), rng.integers(-1, 9, (50, 4))
     whole = share_found(ids, true_ids)
-    monkeypatch.setattr("fnpipe.mining.graph._COMPARED", 100)
+    monkeypatch.setattr("fnpipe.mining.recall._COMPARED", 100)
     assert share_found(ids, true_ids) == whole
     wanted = [(t, row) for row, true in zip(ids, true_ids, strict=True) for t in true if t >= 0]
     assert whole == pytest.approx(sum(t in row for t, row in wanted) / len(wanted))

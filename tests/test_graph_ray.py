@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 from test_embed import contents
-from test_graph_ivf import topics
+from test_graph_faiss import topics
 
 from conftest import MakeWorkspace
 from fnpipe.cli.app import run
+from fnpipe.mining import graph, searches
 from fnpipe.mining.graph import GraphConfig, build_graph
 from fnpipe.pipeline.workspace import Workspace
 
@@ -49,6 +51,35 @@ def test_two_nodes_leave_the_bytes_of_one_machine(pairs: Workspace, address: str
         build_graph(pairs, GraphConfig(**config, engine="ray", ray_address=address))
         assert contents(pairs.root / "graph" / "clip") == expected
         assert "i2t.ids.npy" in expected
+
+
+def test_a_worker_that_is_killed_in_mid_search_changes_no_byte(pairs: Workspace, monkeypatch: pytest.MonkeyPatch):
+    psutil = pytest.importorskip("psutil", reason="to find a worker's process")
+    for name in ("IVF_BLOCK_LEAST", "IVF_BLOCK_MOST"):
+        monkeypatch.setattr(searches, name, 40)
+    config = {"k": 7, "index": "ivf", "overwrite": True}
+    build_graph(pairs, GraphConfig(**config))
+    expected = contents(pairs.root / "graph" / "clip")
+    killed: list[int] = []
+
+    def kill_one(advance: Callable[[int], None]) -> Callable[[int], None]:
+        def killing(rows: int) -> None:
+            advance(rows)
+            if not killed:
+                workers = [
+                    p for p in psutil.process_iter(["cmdline"]) if "ray::_Actor" in " ".join(p.info["cmdline"] or ())
+                ]
+                workers = [p for p in workers if any(q.pid == os.getpid() for q in p.parents())]
+                killed.append(workers[0].pid)
+                workers[0].kill()
+
+        return killing
+
+    search_on_ray = graph.search_on_ray
+    monkeypatch.setattr(graph, "search_on_ray", lambda b, f, p, advance: search_on_ray(b, f, p, kill_one(advance)))
+    build_graph(pairs, GraphConfig(**config, engine="ray"))
+    assert killed
+    assert contents(pairs.root / "graph" / "clip") == expected
 
 
 def test_an_address_without_a_cluster_is_one_line(pairs: Workspace, capsys: pytest.CaptureFixture[str]):

@@ -83,6 +83,19 @@ def group_command(
     name: Annotated[str | None, typer.Option("--name", help="Name of the plan; SAMPLING-M if not given.")] = None,
     embeddings: EmbeddingsOption = None,
     keep_last: Annotated[bool, typer.Option("--keep-last", help="Keep the incomplete batch at the end.")] = False,
+    quantile: Annotated[
+        float,
+        typer.Option(
+            "--quantile", metavar="Q", help="Below 1: the next pair stands at this quantile of similarity, not nearest."
+        ),
+    ] = 1.0,
+    edges: Annotated[
+        str | None, typer.Option("--edges", help="Mined edges: no batch holds a pair of them that is known to match.")
+    ] = None,
+    avoid_above: Annotated[
+        float | None,
+        typer.Option("--avoid-above", metavar="P", help="Which edges: above this probability. Default: their tau_low."),
+    ] = None,
     materialize_into: Annotated[
         str | None,
         typer.Option("--materialize", metavar="DIR", help="Write the planned epochs as WebDataset shards, too."),
@@ -107,6 +120,9 @@ def group_command(
         name=name,
         embeddings=embeddings,
         keep_last=keep_last,
+        quantile=quantile,
+        edges=edges,
+        avoid_above=avoid_above,
         overwrite=overwrite,
     )
     opened = Workspace.open(workspace)
@@ -119,8 +135,12 @@ def group_command(
             f"{summary.planned:,} of {summary.images:,} images planned, {summary.dropped:,} left over"
         )
         if summary.steps:
-            total = sum(summary.steps.values())
-            print("steps by " + ", ".join(f"{how} {count / total:.2%}" for how, count in summary.steps.items()))
+            total = summary.planned * summary.epochs
+            said = {"avoided": "passed over a known match", "forced": "beside a known match all the same"}
+            print(
+                "steps: "
+                + ", ".join(f"{said.get(how, f'by {how}')} {count / total:.2%}" for how, count in summary.steps.items())
+            )
         if materialize_into:
             print(f"{shown(materialize_into)}: {shards:,} shards in batch order")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from fnpipe.mining.compiled import compiled
+from fnpipe.mining.conflicts import Conflicts, no_conflicts
 
 # Rows whose similarities to a text are bounded together; from 16 to 128 the time is nearly the same.
 BLOCK = 32
@@ -42,19 +43,25 @@ def grit_order(image_embeddings: np.ndarray, text_embeddings: np.ndarray, *, sta
     return chain_order(sim_i2t, start)
 
 
-@compiled
 def chain_order(sim_i2t: np.ndarray, start: int) -> np.ndarray:
-    """The chain of `grit_order` on given similarities.
+    """The chain of `grit_order` on given similarities: (M,) int64 rows from (M, M) float32."""
+    return chain(sim_i2t, start, no_conflicts(len(sim_i2t)), len(sim_i2t))[0]
+
+
+@compiled
+def chain(sim_i2t: np.ndarray, start: int, conflicts: Conflicts, batch_size: int) -> tuple[np.ndarray, int]:
+    """GRIT's chain that passes over rows in conflict with the batch under construction.
 
     Rows are read where they lie. A column costs a cache miss for each of its values, and a transposed copy as much as
     it saves, so of every column the highest similarity in each block of ``BLOCK`` rows is kept beforehand. It bounds
     what a block can still hold: blocks are read from the highest bound down until no bound reaches what was found.
 
     Args:
-        sim_i2t: (M, M) float32, finite. start: a row.
+        sim_i2t: (M, M) float32, finite. start: a row. batch_size: consecutive rows of the order that form a batch.
 
     Returns:
-        (M,) int64.
+        (M,) int64, every row once; and how many steps passed over a row in conflict that was nearer than the one taken.
+        Where all that is left is in conflict, the nearest of it is taken.
     """
     count = len(sim_i2t)
     bounds = _column_bounds(sim_i2t)
@@ -62,9 +69,13 @@ def chain_order(sim_i2t: np.ndarray, start: int) -> np.ndarray:
     live = np.arange(count)
     # Where a pair stands in `live`; -1 once it is used.
     place = np.arange(count)
-    current = start
+    # The batch that a row must not join. Batches only count up, so that no ban has to be lifted.
+    banned = np.full(count, -1, np.int64)
+    avoided, current = 0, start
     for step in range(count):
         order[step] = current
+        for at in range(conflicts.starts[current], conflicts.starts[current + 1]):
+            banned[conflicts.rows[at]] = step // batch_size
         left = count - step - 1
         # The last live row moves into the place of the one just used.
         last = live[left]
@@ -73,18 +84,21 @@ def chain_order(sim_i2t: np.ndarray, start: int) -> np.ndarray:
         place[current] = -1
         if left == 0:
             break
-        best = live[0]
+        batch = (step + 1) // batch_size
+        best, best_sim, passed = -1, np.float32(-np.inf), np.float32(-np.inf)
         if step % 2 == 0:
             row = sim_i2t[current]
-            best_sim = row[best]
-            for n in range(1, left):
+            for n in range(left):
                 other = live[n]
                 sim = row[other]
                 if sim > best_sim or (sim == best_sim and other < best):
-                    best_sim, best = sim, other
+                    # Asked only of what would win, which few rows do.
+                    if banned[other] == batch:
+                        passed = max(passed, sim)
+                    else:
+                        best_sim, best = sim, other
         else:
             bound = bounds[current]
-            best_sim = sim_i2t[best, current]
             while True:
                 block, highest = 0, bound[0]
                 for b in range(1, len(bound)):
@@ -98,9 +112,28 @@ def chain_order(sim_i2t: np.ndarray, start: int) -> np.ndarray:
                     if place[other] >= 0:
                         sim = sim_i2t[other, current]
                         if sim > best_sim or (sim == best_sim and other < best):
-                            best_sim, best = sim, other
+                            if banned[other] == batch:
+                                passed = max(passed, sim)
+                            else:
+                                best_sim, best = sim, other
+        if best < 0:
+            best = _nearest(sim_i2t, current, live[:left], step % 2 == 0)
+        elif passed > best_sim:
+            avoided += 1
         current = best
-    return order
+    return order, avoided
+
+
+@compiled
+def _nearest(sim_i2t: np.ndarray, row: int, others: np.ndarray, from_image: bool) -> int:
+    """The one of ``others`` that is the most similar to ``row``; of equal ones the lowest."""
+    best, best_sim = others[0], np.float32(-np.inf)
+    for other in others:
+        sim = sim_i2t[row, other] if from_image else sim_i2t[other, row]
+        if sim > best_sim or (sim == best_sim and other < best):
+            best_sim, best = sim, other
+    nearest: int = best
+    return nearest
 
 
 @compiled

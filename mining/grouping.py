@@ -18,9 +18,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fnpipe.mining.chain import chain_order, grit_order
+from fnpipe.mining.chain import chain, grit_order
+from fnpipe.mining.conflicts import Conflicts, KnownMatches, conflicts_among, count_forced, no_conflicts, repair
 from fnpipe.mining.graph import Graph
 from fnpipe.mining.members import Members, read_members
+from fnpipe.mining.quantile import quantile_order
 from fnpipe.mining.walk import walk_bytes, walk_graph
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
@@ -53,7 +55,13 @@ ALL: Literal["all"] = "all"
 
 @dataclass(frozen=True, kw_only=True)
 class GroupConfig:
-    """How ``fnpipe group`` fills batches: one field per flag, the released values as defaults."""
+    """How ``fnpipe group`` fills batches: one field per flag, the released values as defaults.
+
+    Attributes:
+        quantile: below 1, every next pair stands at this quantile of similarity instead of being the nearest.
+        edges: mined connections that a batch must not hold. avoid_above: those with a higher probability (None: the
+            ``tau_low`` of the edges).
+    """
 
     sampling: str = "grit"
     batch_size: int = 128
@@ -63,6 +71,9 @@ class GroupConfig:
     name: str | None = None
     embeddings: str | None = None
     keep_last: bool = False
+    quantile: float = 1.0
+    edges: str | None = None
+    avoid_above: float | None = None
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -79,10 +90,25 @@ class GroupConfig:
         # Random batches look through nothing.
         if self.sampling == "grit" and self.search_space != ALL:
             _require_multiple(self.search_space, self.batch_size)
+        if not 0 < self.quantile <= 1:
+            raise InputError(f"--quantile {self.quantile:g}: above 0, at most 1")
+        if self.quantile < 1 and (self.sampling != "grit" or self.search_space == ALL):
+            what = f"--sampling {self.sampling}" if self.sampling != "grit" else f"--search-space {ALL}"
+            raise InputError(f"--quantile {self.quantile:g}: ranks the pairs of a search space, and {what} has none")
+        if self.edges is not None and self.sampling != "grit":
+            raise InputError(f"--edges {self.edges}: {self.sampling} batches avoid nothing; use --sampling grit")
+        if self.avoid_above is not None:
+            if self.edges is None:
+                raise InputError(f"--avoid-above {self.avoid_above:g}: of which edges? name them with --edges")
+            if not 0 <= self.avoid_above <= 1:
+                raise InputError(f"--avoid-above {self.avoid_above:g}: a probability from 0 to 1")
 
     @property
     def plan_name(self) -> str:
-        return self.name or f"{self.sampling}-{self.search_space}"
+        """SAMPLING-M, and what makes the plan another one than GRIT's."""
+        quantile = f"-q{self.quantile:g}" if self.quantile < 1 else ""
+        avoiding = f"-avoid-{self.edges}" if self.edges is not None else ""
+        return self.name or f"{self.sampling}-{self.search_space}{quantile}{avoiding}"
 
 
 def _require_multiple(search_space: int, batch_size: int) -> None:
@@ -109,7 +135,9 @@ class GroupSummary:
     """What ``group`` made; counts are of one epoch.
 
     Attributes:
-        steps: of a chain on the graph, how many steps each way of finding the next pair took, over all epochs.
+        steps: over all epochs. Of a chain on the graph, how many steps each way of finding the next pair took. With
+            edges, how many passed over a nearer pair (``avoided``), and pairs that stand beside a known match all the
+            same (``forced``).
     """
 
     groups: str
@@ -130,6 +158,8 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
     """
     embeddings, graph = _open_sources(workspace, config)
     stages = [source.stage for source in (embeddings, graph) if source is not None]
+    edges = workspace.resolve("edges", config.edges, "--edges") if config.edges is not None else None
+    above = _avoid_above(config, edges)
     members = read_members(workspace, embeddings)
     images = len(members.images)
     planned = images if config.keep_last else images - images % config.batch_size
@@ -147,13 +177,20 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
         "epochs": config.epochs,
         "seed": config.seed,
         "keep_last": config.keep_last,
+        # Only where they are used: other plans are what they were before there were such options.
+        **({"quantile": config.quantile} if config.quantile < 1 else {}),
+        **({"avoid_above": above} if edges is not None else {}),
     }
     inputs = {"pairs": workspace.digest, **{source.name: source.digest for source in stages}}
+    if edges is not None:
+        inputs[edges.name] = edges.digest
     with stage.alone():
         if stage.begin(params, inputs, overwrite=config.overwrite):
-            for epoch in range(config.epochs):
-                if not plan_path(stage, epoch).exists():
-                    atomic.write_table(plan_path(stage, epoch), plan_epoch(members, config, epoch, embeddings, graph))
+            left = [epoch for epoch in range(config.epochs) if not plan_path(stage, epoch).exists()]
+            known = KnownMatches.of(edges, above) if edges is not None and left else None
+            for epoch in left:
+                plan = plan_epoch(members, config, epoch, embeddings, graph, known)
+                atomic.write_table(plan_path(stage, epoch), plan)
             outputs = [plan_path(stage, epoch).name for epoch in range(config.epochs)]
             stage.finish(outputs, images=images, planned=planned, dropped=images - planned, steps=_steps(stage, config))
     return GroupSummary(
@@ -166,6 +203,13 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
         dropped=images - planned,
         steps=stage.require()["steps"],
     )
+
+
+def _avoid_above(config: GroupConfig, edges: Stage | None) -> float:
+    """The probability above which edges are avoided: the one asked for, or below which they are labelled negative."""
+    if config.avoid_above is not None or edges is None:
+        return config.avoid_above or 0.0
+    return float(edges.require()["tau_low"])
 
 
 def _steps(stage: Stage, config: GroupConfig) -> dict[str, int]:
@@ -246,26 +290,34 @@ def plan_epoch(
     epoch: int,
     embeddings: Embeddings | None = None,
     graph: Graph | None = None,
+    known: KnownMatches | None = None,
 ) -> pa.Table:
     """The plan of one epoch.
 
     Args:
-        embeddings: needed for ``grit``. graph: needed for ``grit`` over all.
+        embeddings: needed for ``grit``. graph: needed for ``grit`` over all. known: what a batch must not hold.
 
     Returns:
-        ``PLAN_SCHEMA``, in batch and slot order, one row per image; the schema's metadata holds, for a chain on the
-        graph, how many steps each way of finding the next pair took.
+        ``PLAN_SCHEMA``, in batch and slot order, one row per image; the schema's metadata holds the steps of
+        `GroupSummary`.
     """
     rng = np.random.default_rng([config.seed, epoch])
     pair_ids = members.captions_of_epoch(epoch, config.seed)
     steps: dict[str, int] = {}
     order = rng.permutation(len(members.images))
     if config.sampling == "grit" and embeddings is not None:
+        conflicts = None if known is None else known.conflicts(members, pair_ids)
         if config.search_space == ALL:
             assert graph is not None
-            order, steps = walk_graph(members, pair_ids, embeddings, graph, rng)
+            order, steps = walk_graph(members, pair_ids, embeddings, graph, rng, conflicts, config.batch_size)
+            if conflicts is not None:
+                repair(order, conflicts, config.batch_size)
         else:
-            order = _chain_spaces(members.images, pair_ids, embeddings, order, int(config.search_space))
+            spaces = _read_spaces(members.images, pair_ids, embeddings, order, int(config.search_space))
+            order, avoided = _chain_spaces(spaces, order, config, conflicts)
+            steps = {} if conflicts is None else {"avoided": avoided}
+        if conflicts is not None:
+            steps["forced"] = count_forced(order, conflicts, config.batch_size)
     batch, slot, rows = cut_batches(order, config.batch_size, config.keep_last, rng)
     columns = [batch, slot, members.images[rows], pair_ids[rows]]
     table = pa.table(dict(zip(PLAN_SCHEMA.names, columns, strict=True)), schema=PLAN_SCHEMA)
@@ -297,30 +349,62 @@ _SIM_BYTES = 1 << 31
 
 
 def _chain_spaces(
-    image_ids: np.ndarray, pair_ids: np.ndarray, embeddings: Embeddings, shuffled: np.ndarray, search_space: int
-) -> np.ndarray:
-    """Cut shuffled rows into search spaces and chain each; the spaces stay in their order.
+    spaces: Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]],
+    shuffled: np.ndarray,
+    config: GroupConfig,
+    conflicts: Conflicts | None,
+) -> tuple[np.ndarray, int]:
+    """Chain every search space of (n,) shuffled rows; the spaces stay in their order.
 
     A space starts at its first row, which the shuffle has made a random one. Products use every core; the chains,
     which use one each, run beside the next products.
-    """
-    search_space = min(search_space, len(shuffled))
-    workers = max(1, min(available_cpus(), _SIM_BYTES // (4 * search_space**2)))
-    chains: deque[tuple[np.ndarray, Future[np.ndarray]]] = deque()
-    orders: list[np.ndarray] = []
 
-    def collect(allowed: int) -> None:
+    Args:
+        spaces: rows, image and text embeddings of one space after the other.
+
+    Returns:
+        (n,) int64 rows; and how many steps passed over a row in conflict that was nearer.
+    """
+    search_space = min(int(config.search_space), len(shuffled))
+    workers = max(1, min(available_cpus(), _SIM_BYTES // (4 * search_space**2)))
+    chains: deque[tuple[np.ndarray, Future[tuple[np.ndarray, int]]]] = deque()
+    orders: list[np.ndarray] = []
+    avoided = first = 0
+    position = np.empty(len(shuffled) if conflicts is not None else 0, np.int32)
+    if conflicts is not None:
+        position[shuffled] = np.arange(len(shuffled))
+
+    def collect(allowed: int) -> int:
+        passed = 0
         while len(chains) > allowed:
-            rows, chain = chains.popleft()
-            orders.append(rows[chain.result()])
+            rows, ordering = chains.popleft()
+            order, steps = ordering.result()
+            orders.append(rows[order])
+            passed += steps
+        return passed
 
     with ThreadPoolExecutor(workers) as pool, progress("grouping", len(shuffled), "pairs") as advance:
-        for rows, images, texts in _read_spaces(image_ids, pair_ids, embeddings, shuffled, search_space):
-            collect(workers - 1)
-            chains.append((rows, pool.submit(chain_order, images @ texts.T, 0)))
+        for rows, images, texts in spaces:
+            avoided += collect(workers - 1)
+            inside = no_conflicts(len(rows))
+            if conflicts is not None:
+                inside = conflicts_among(conflicts, rows, position, first)
+            first += len(rows)
+            sim_i2t = images @ texts.T
+            chains.append((rows, pool.submit(_order_space, sim_i2t, config, inside)))
             advance(len(rows))
-        collect(0)
-    return np.concatenate(orders)
+        avoided += collect(0)
+    return np.concatenate(orders), avoided
+
+
+def _order_space(sim_i2t: np.ndarray, config: GroupConfig, conflicts: Conflicts) -> tuple[np.ndarray, int]:
+    """The order of one search space, and the steps that avoided; its (M, M) similarities may be overwritten."""
+    if config.quantile < 1:
+        order, avoided = quantile_order(sim_i2t, config.quantile, config.batch_size, conflicts)
+    else:
+        order, avoided = chain(sim_i2t, 0, conflicts, config.batch_size)
+    repair(order, conflicts, config.batch_size)
+    return order, avoided
 
 
 def _read_spaces(
@@ -329,6 +413,7 @@ def _read_spaces(
     """Rows, image and text embeddings of one search space after the other; many are read at a time, ahead of use."""
     embeddings.images.warm()
     embeddings.texts.warm()
+    search_space = min(search_space, len(shuffled))
     stride = max(1, _READ_ROWS // search_space) * search_space
 
     def read(start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fnpipe.mining.compiled import compiled
+from fnpipe.mining.conflicts import Conflicts, no_conflicts
 from fnpipe.mining.graph import Graph
 from fnpipe.mining.members import Members
 from fnpipe.mining.regions import PAD, grow_regions
@@ -26,6 +27,9 @@ STEP_NAMES = ("list", "fallback", "restart")
 # Rows of a region, on average. A larger one finds a better row and restarts less, in time that grows with it: see
 # benchmarks/group.md.
 REGION_ROWS = 256
+
+# Unused rows that a restart looks at for one that may join the batch.
+RESTARTS = 64
 
 # Rows turned into a sketch, or lists read, at a time.
 _BLOCK = 1 << 14
@@ -56,7 +60,13 @@ def walk_bytes(images: int, k: int, width: int) -> int:
 
 
 def walk_graph(
-    members: Members, pair_ids: np.ndarray, embeddings: Embeddings, graph: Graph, rng: np.random.Generator
+    members: Members,
+    pair_ids: np.ndarray,
+    embeddings: Embeddings,
+    graph: Graph,
+    rng: np.random.Generator,
+    conflicts: Conflicts | None = None,
+    batch_size: int = 1,
 ) -> tuple[np.ndarray, dict[str, int]]:
     """Order all images, each with its caption of the epoch, as one chain on the graph.
 
@@ -65,6 +75,8 @@ def walk_graph(
 
     Args:
         pair_ids: (m,) int64, the caption of the epoch of every one of ``members.images``.
+        conflicts: between these rows; none that is in conflict with the batch under construction is stepped to while
+            there is another within reach.
 
     Returns:
         (m,) int64, every row of ``members.images`` once; and how many steps were taken by list, fallback and restart.
@@ -89,7 +101,8 @@ def walk_graph(
         *_sketch(embeddings.texts, pair_ids, place),
         np.searchsorted(region[rows], np.arange(region.max() + 2)).astype(np.int64),
     )
-    order, kinds = walk(network, place[restarts])
+    moved = no_conflicts(count) if conflicts is None else Conflicts(*_moved_conflicts(conflicts, rows, place))
+    order, kinds = walk(network, place[restarts], moved, batch_size)
     return rows[order], {name: int((kinds[1:] == kind).sum()) for kind, name in enumerate(STEP_NAMES)}
 
 
@@ -173,11 +186,28 @@ def _in_blocks(fill: Callable[[int], None], count: int) -> None:
 
 
 @compiled
-def walk(network: Network, restarts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _moved_conflicts(conflicts: Conflicts, rows: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The conflicts of ``rows``, in this order, naming each row by its ``place`` in it."""
+    starts, moved = np.zeros(len(rows) + 1, np.int64), np.empty_like(conflicts.rows)
+    kept = 0
+    for n in range(len(rows)):
+        for at in range(conflicts.starts[rows[n]], conflicts.starts[rows[n] + 1]):
+            moved[kept] = place[conflicts.rows[at]]
+            kept += 1
+        starts[n + 1] = kept
+    return starts, moved
+
+
+@compiled
+def walk(
+    network: Network, restarts: np.ndarray, conflicts: Conflicts, batch_size: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The walk itself, on rows 0 .. n - 1.
 
     Args:
-        restarts: (n,) integers, a permutation; the walk starts at its first row, and restarts at its first unused one.
+        restarts: (n,) integers, a permutation; the walk starts at its first row, and restarts at its first unused one
+            (the first of the next `RESTARTS` unused ones that is not in conflict with the batch, where one is not).
+        conflicts: between the rows. batch_size: consecutive rows of the order that form a batch.
 
     Returns:
         The order (n,) int64, and how each of its rows was found, (n,) int8.
@@ -190,12 +220,16 @@ def walk(network: Network, restarts: np.ndarray) -> tuple[np.ndarray, np.ndarray
     # The unused rows of a region are the first ones of its part of `live`, in any order.
     live, place, left = np.arange(count), np.arange(count), np.diff(starts)
     region = np.repeat(np.arange(len(left)), left)
+    # The batch that a row must not join. Batches only count up, so that no ban has to be lifted.
+    banned = np.full(count, -1, np.int32)
     next_restart = 0
     row, kind = int(restarts[0]), BY_RESTART
     for step in range(count):
         order[step] = row
         kinds[step] = kind
         used[row] = True
+        for at in range(conflicts.starts[row], conflicts.starts[row + 1]):
+            banned[conflicts.rows[at]] = step // batch_size
         mine = region[row]
         left[mine] -= 1
         begin, end = starts[mine], starts[mine] + left[mine]
@@ -203,35 +237,52 @@ def walk(network: Network, restarts: np.ndarray) -> tuple[np.ndarray, np.ndarray
         place[live[end]] = place[row]
         if step == count - 1:
             break
-        from_image = step % 2 == 0
-        row, kind = _first_unused(network.captions[row] if from_image else network.images[row], used), BY_LIST
+        from_image, batch = step % 2 == 0, (step + 1) // batch_size
+        listed = network.captions[row] if from_image else network.images[row]
+        row, kind = _first_unused(listed, used, banned, batch), BY_LIST
         if row < 0:
-            row = _nearest_of(network, order[step], from_image, live[begin:end])
+            row = _nearest_of(network, order[step], from_image, live[begin:end], banned, batch)
             kind = BY_SEARCH
         if row < 0:
             while used[restarts[next_restart]]:
                 next_restart += 1
-            row, kind = int(restarts[next_restart]), BY_RESTART
+            row, kind = _restart(restarts[next_restart:], used, banned, batch), BY_RESTART
     return order, kinds
 
 
 @compiled
-def _first_unused(listed: np.ndarray, used: np.ndarray) -> int:
-    """The most similar unused row of a list, or -1."""
+def _restart(restarts: np.ndarray, used: np.ndarray, banned: np.ndarray, batch: int) -> int:
+    """The first of the next unused rows that may join the batch; where none of ``RESTARTS`` may, the first of them."""
+    seen = 0
+    for row in restarts:
+        if not used[row]:
+            if banned[row] != batch:
+                free: int = row
+                return free
+            seen += 1
+            if seen == RESTARTS:
+                break
+    first: int = restarts[0]
+    return first
+
+
+@compiled
+def _first_unused(listed: np.ndarray, used: np.ndarray, banned: np.ndarray, batch: int) -> int:
+    """The most similar unused row of a list that may join the batch, or -1."""
     for entry in listed:
         if entry == PAD:
             break
-        if entry >= 0 and not used[entry]:
+        if entry >= 0 and not used[entry] and banned[entry] != batch:
             row: int = entry
             return row
     return -1
 
 
 @compiled
-def _nearest_of(network: Network, row: int, from_image: bool, rows: np.ndarray) -> int:
+def _nearest_of(network: Network, row: int, from_image: bool, rows: np.ndarray, banned: np.ndarray, batch: int) -> int:
     """The one of ``rows`` whose caption is the most similar to the image of ``row``, or the other way round; or -1.
 
-    Equal similarities go to the lower row.
+    Rows that must not join the batch are left out. Equal similarities go to the lower row.
     """
     if from_image:
         anchor, sketches, scales = network.image_sketches[row], network.text_sketches, network.text_scales
@@ -240,7 +291,7 @@ def _nearest_of(network: Network, row: int, from_image: bool, rows: np.ndarray) 
     found, best = -1, np.float32(-np.inf)
     for other in rows:
         similarity = _dot(anchor, sketches[other]) * scales[other]
-        if similarity > best or (similarity == best and other < found):
+        if (similarity > best or (similarity == best and other < found)) and banned[other] != batch:
             found, best = other, similarity
     return found
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from conftest import MakeWorkspace
 from fnpipe.cli.app import run
 from fnpipe.mining.chain import grit_order
+from fnpipe.mining.conflicts import no_conflicts
 from fnpipe.mining.exact import exact_nearest
 from fnpipe.mining.graph import Graph, GraphConfig, build_graph
 from fnpipe.mining.members import read_members
@@ -95,7 +96,7 @@ def test_the_walk_is_what_the_words_say_and_draws_every_pair_once(n, k, region, 
         other = (lists != PAD) & (rng.random(lists.shape) < 0.3)
         lists[other] = ~lists[other]
     restarts = rng.permutation(n)
-    order, kinds = walk(network, restarts)
+    order, kinds = walk(network, restarts, no_conflicts(len(restarts)), 1)
     assert (order.tolist(), kinds.tolist()) == walk_by_the_words(network, images, texts, restarts)
     assert sorted(order) == list(range(n))
 
@@ -104,7 +105,7 @@ def test_the_walk_is_what_the_words_say_and_draws_every_pair_once(n, k, region, 
 def test_complete_lists_give_the_exact_chain(n):
     images, texts = pairs_of(np.random.default_rng(1), n)
     restarts = np.random.default_rng(2).permutation(n)
-    order, kinds = walk(network_of(images, texts, n, region=8), restarts)
+    order, kinds = walk(network_of(images, texts, n, region=8), restarts, no_conflicts(n), 1)
     assert order.tolist() == grit_order(images, texts, start=int(restarts[0])).tolist()
     assert (kinds[1:] == BY_LIST).all()
 

@@ -71,6 +71,12 @@ def mine_connections_command(
     score_recorded: Annotated[
         bool, typer.Option("--score-recorded", help="Judge the recorded pairs too: _recorded/.")
     ] = False,
+    no_identity: Annotated[
+        bool,
+        typer.Option(
+            "--no-identity", help="Judge what has a recorded pair's picture and caption too; train so as well."
+        ),
+    ] = False,
     plan: Annotated[
         bool, typer.Option("--plan", help="Say how many judgements and how long; judge nothing but a probe.")
     ] = False,
@@ -102,6 +108,7 @@ def mine_connections_command(
         embeddings=embeddings,
         positive_share=positive_share,
         score_recorded=score_recorded,
+        identity=not no_identity,
         block_images=block_images,
         workers=workers,
         threads=threads,
@@ -322,6 +329,8 @@ def _render_summary(workspace: str, summary: MineSummary, too_sure: str | None =
         f"{labels['positive']:,} positive ({summary.positives['discriminator']:,} found by the discriminator), "
         f"{labels['ambiguous']:,} ambiguous, {labels['negative']:,} negative"
     )
+    for note in summary.notes:
+        print(note)
     if too_sure:
         print(
             f"{too_sure}'s p is far too sure of candidates, which were picked for their similarity: "

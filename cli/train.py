@@ -259,6 +259,8 @@ def _print_figures(summary: dict[str, Any]) -> None:
     console.print(f"On {summary['on']}{why}: {summary['images']:,} images, {summary['captions']:,} captions.")
     if summary["left_out"]:
         console.print(f"{summary['left_out']:,} images were left out: they have no usable picture or embedding.")
+    for note in summary["notes"]:
+        console.print(note)
     columns = [("R@1", "r1"), ("R@5", "r5"), ("R@10", "r10"), ("R-Precision", "rp"), ("mAP@R", "map_at_r")]
     columns = [(title, key) for title, key in columns if f"tr_{key}" in summary["dual"]]
     table = Table("", "direction", *(title for title, _ in columns), box=None)

@@ -6,7 +6,7 @@ Every shard leaves one part, written atomically, so that a killed pass goes on w
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +23,7 @@ from fnpipe.mining.edges import RECORDED, edge_parts, part_path, recorded_parts,
 from fnpipe.mining.inputs import MineConfig, MineInputs, count_new, of_shard
 from fnpipe.mining.judging import Judge
 from fnpipe.mining.labels import finish_edges, judged_probabilities, relabel_parts, share_threshold
+from fnpipe.mining.records import IDENTITY_BOUND
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.engines import RayPool
 from fnpipe.pipeline.progress import Advance, progress
@@ -40,6 +41,7 @@ class MineSummary:
     """What a finished pass left: ``unique_combinations = judgements + identity + undecodable``.
 
     Attributes:
+        identity_bound: of the identity rule; 0: it was not applied. notes: sentences.
         positives: by source. new_per_source: combinations that a planned epoch (or the graph) was the first to propose.
     """
 
@@ -53,6 +55,8 @@ class MineSummary:
     tau_low: float
     tau_high: float
     new_per_source: Mapping[str, int]
+    identity_bound: int
+    notes: Sequence[str]
     path: str
 
 
@@ -73,8 +77,8 @@ def mine_connections(
     threads = config.threads or torch.get_num_threads()
     with stage.alone():
         if stage.begin(params, {"pairs": workspace.digest}, overwrite=config.overwrite):
-            runs = inputs.runs(stage.path / _CANDIDATES)
-            with torch_threads(threads), _engine(inputs, con_d, threads) as judge_all:
+            runs, judge = inputs.runs(stage.path / _CANDIDATES), inputs.judge(con_d)
+            with torch_threads(threads), _engine(inputs, judge, threads) as judge_all:
                 _judge_shards(stage, runs, judge_all)
             new = count_new(runs, workspace)
             tau = (config.tau_low, config.tau_high)
@@ -83,7 +87,9 @@ def mine_connections(
                 relabel_parts(stage, *tau)
             unique = sum(new.values())
             rows = sum(pq.read_metadata(path).num_rows for path in edge_parts(stage))
-            finish_edges(stage, *tau, unique_combinations=unique, undecodable=unique - rows, new_per_source=new)
+            facts = {"identity_bound": judge.identity.bound, "notes": judge.identity.notes}
+            facts |= {"unique_combinations": unique, "undecodable": unique - rows, "new_per_source": new}
+            finish_edges(stage, *tau, **facts)
         if config.score_recorded and not recorded_parts(stage):
             atomic.sweep(stage.path)
             with torch_threads(threads):
@@ -96,7 +102,7 @@ def mine_connections(
 
 def summarise(stage: Stage) -> MineSummary:
     """The summary of finished edges, from what they say of themselves."""
-    meta = stage.require()
+    meta = {"identity_bound": IDENTITY_BOUND, "notes": [], **stage.require()}
     told = {field: meta[field] for field in MineSummary.__dataclass_fields__ if field not in ("edges", "path")}
     return MineSummary(edges=stage.name.partition("/")[2], path=str(stage.path), **told)
 
@@ -109,6 +115,8 @@ def _params(config: MineConfig, con_d: AnyDiscriminator) -> dict[str, Any]:
         "tau_high": config.tau_high,
         "positive_share": config.positive_share,
         "block_images": config.block_images,
+        # What 0.1.0 recorded does not differ where the rule is applied.
+        **({} if config.identity else {"identity": False}),
         "threads": (config.threads or torch.get_num_threads()) if threaded else None,
         "discriminator": dict(con_d.description),
     }
@@ -129,13 +137,14 @@ def _judge_shards(stage: Stage, runs: CandidateRuns, judge_all: JudgeAll) -> Non
 
 
 @contextmanager
-def _engine(inputs: MineInputs, con_d: AnyDiscriminator, threads: int) -> Iterator[JudgeAll]:
-    """What judges shards: this process, or the workers of a Ray cluster, each with its own copy of ``con_d``."""
+def _engine(inputs: MineInputs, judge: Judge, threads: int) -> Iterator[JudgeAll]:
+    """What judges shards: this process, or the workers of a Ray cluster, each with a copy of the discriminator."""
     config = inputs.config
     if config.engine == "local":
-        yield ShardJudge(inputs, con_d).judge_all
+        yield ShardJudge(config, judge).judge_all
         return
-    make_worker = partial(ShardJudge.remote, inputs.workspace.root.resolve(), replace(config, threads=threads), con_d)
+    of_worker = replace(config, threads=threads)
+    make_worker = partial(ShardJudge.remote, inputs.workspace.root.resolve(), of_worker, judge.con_d)
     with RayPool[Task, tuple[int, pa.Table]](make_worker, address=config.ray_address, cpus=threads) as pool:
 
         def judge_all(tasks: Iterable[Task], advance: Advance) -> Iterator[tuple[int, pa.Table]]:
@@ -149,15 +158,14 @@ def _engine(inputs: MineInputs, con_d: AnyDiscriminator, threads: int) -> Iterat
 class ShardJudge:
     """Judges one shard's candidates at a time, here or as a worker of a cluster."""
 
-    def __init__(self, inputs: MineInputs, con_d: AnyDiscriminator) -> None:
-        self._config = inputs.config
-        self._judge = inputs.judge(con_d)
+    def __init__(self, config: MineConfig, judge: Judge) -> None:
+        self._config, self._judge = config, judge
 
     @classmethod
     def remote(cls, root: Path, config: MineConfig, con_d: AnyDiscriminator) -> ShardJudge:
         """In a worker's own process."""
         torch.set_num_threads(config.threads or torch.get_num_threads())
-        return cls(MineInputs.open(Workspace.open(root), config), con_d)
+        return cls(config, MineInputs.open(Workspace.open(root), config).judge(con_d))
 
     def __call__(self, task: Task, /) -> tuple[int, pa.Table]:
         return next(self.judge_all([task], lambda _: None))

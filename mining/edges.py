@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.mining.records import combination_keys
+from fnpipe.mining.records import IDENTITY_BOUND, combination_keys
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.stage import META, Stage
@@ -125,6 +125,7 @@ class EdgesInfo:
     Attributes:
         name: of ``edges/<name>``. kind: of the discriminator. discriminator: its description.
         tau_low, tau_high: the thresholds in force. positive_share: the share they were chosen for, or None.
+        identity_bound: of the identity rule; 0: it was not applied.
         judgements, identity: rows by source. labels: rows by label. positives: positive rows by source.
         histogram: of p over 20 equal bins, of what was judged.
     """
@@ -135,6 +136,7 @@ class EdgesInfo:
     tau_low: float
     tau_high: float
     positive_share: float | None
+    identity_bound: int
     judgements: int
     identity: int
     labels: Mapping[str, int]
@@ -158,6 +160,7 @@ class EdgesInfo:
                 tau_low=float(meta["tau_low"]),
                 tau_high=float(meta["tau_high"]),
                 positive_share=meta["params"].get("positive_share"),
+                identity_bound=int(meta.get("identity_bound", IDENTITY_BOUND)),
                 judgements=int(meta["judgements"]),
                 identity=int(meta["identity"]),
                 labels={label: int(meta["labels"][label]) for label in LABELS},

@@ -17,6 +17,7 @@ from fnpipe.mining.edges import TAU_HIGH, TAU_LOW, check_thresholds
 from fnpipe.mining.graph import Graph
 from fnpipe.mining.grouping import plan_epochs, read_plan
 from fnpipe.mining.judging import Judge
+from fnpipe.mining.records import IDENTITY_BOUND
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
@@ -33,6 +34,7 @@ class MineConfig:
         candidates: per anchor, direction and planned batch. graph: per anchor and direction, from the graph.
         positive_share: label this share of the judged, the most probable, as positive and the rest as negative,
             whatever the thresholds; for discriminators whose p is no probability.
+        identity: the same picture and caption as a recorded pair are positive without being judged; else judged too.
         block_images: whose features are held at a time; memory grows with it, results do not change.
         workers: threads that decode pictures.
         threads: what torch computes with on a CPU; None: torch's own choice. Part of the edges' parameters, because
@@ -49,6 +51,7 @@ class MineConfig:
     tau_high: float = TAU_HIGH
     positive_share: float | None = None
     score_recorded: bool = False
+    identity: bool = True
     block_images: int = 128
     workers: int = 4
     threads: int | None = None
@@ -74,6 +77,10 @@ class MineConfig:
             raise InputError(f"--engine {self.engine}: give local or ray")
         if self.name is not None and ("/" in self.name or self.name in ("", ".", "..")):
             raise InputError(f"--name {self.name!r}: a plain name, without slashes")
+
+    @property
+    def identity_bound(self) -> int:
+        return IDENTITY_BOUND if self.identity else 0
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,14 @@ class MineInputs:
 
     def judge(self, con_d: AnyDiscriminator) -> Judge:
         config = self.config
-        return Judge(self.workspace, self.embeddings, con_d, block_images=config.block_images, workers=config.workers)
+        return Judge(
+            self.workspace,
+            self.embeddings,
+            con_d,
+            block_images=config.block_images,
+            workers=config.workers,
+            identity_bound=config.identity_bound,
+        )
 
     def runs(self, directory: Path) -> CandidateRuns:
         """The candidates, sorted on disk; made anew unless a killed run had finished them."""

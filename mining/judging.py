@@ -29,7 +29,7 @@ from fnpipe.mining.edges import (
     label_candidates,
     named,
 )
-from fnpipe.mining.records import Identity, combination_keys
+from fnpipe.mining.records import IDENTITY_BOUND, Identity, combination_keys
 from fnpipe.pipeline.decode import decode_or_none
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.progress import Advance
@@ -73,13 +73,14 @@ class Judge:
         *,
         block_images: int,
         workers: int,
+        identity_bound: int = IDENTITY_BOUND,
     ) -> None:
         self.workspace = workspace
         self.embeddings = embeddings
         self.con_d = con_d
         self.block_images = block_images
         self.workers = workers
-        self.identity = Identity.of(workspace)
+        self.identity = Identity.of(workspace, identity_bound)
         # Candidates of one shard take captions from all of them.
         captions = workspace.read_pairs(["caption"])["caption"]
         self._captions = pc.cast(captions, pa.large_string()).combine_chunks()

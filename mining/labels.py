@@ -30,6 +30,8 @@ from fnpipe.pipeline.workspace import Workspace
 HISTOGRAM_BINS = 20
 # What no label changes.
 _CARRIED = ("unique_combinations", "undecodable", "new_per_source")
+# The same, which 0.1.0 did not record.
+_CARRIED_IF_THERE = ("identity_bound", "notes")
 
 
 def share_threshold(probabilities: np.ndarray, share: float) -> float:
@@ -116,7 +118,7 @@ def _relabel(stage: Stage, tau_low: float, tau_high: float, positive_share: floa
     begun = {
         "format": meta["format"],
         "inputs": meta["inputs"],
-        **{key: meta[key] for key in _CARRIED},
+        **{key: meta[key] for key in (*_CARRIED, *_CARRIED_IF_THERE) if key in meta},
         "complete": False,
         # Relabelled again after a kill, the edges must still be all that were judged.
         "outputs": {path.relative_to(stage.path).as_posix(): None for path in stage.outputs()},

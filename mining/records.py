@@ -65,23 +65,39 @@ def codes_of(column: pa.ChunkedArray) -> np.ndarray:
     return codes
 
 
+# A picture with more different captions is a stand-in ("image not available"), and a caption on more different pictures
+# says nothing of any of them. Sets that are made by people stay far below: five captions a picture in COCO, and at most
+# five pictures a caption among emoji.
+IDENTITY_BOUND = 20
+
+
 @dataclass(frozen=True)
 class Identity:
     """The identity rule: the same picture and the same caption as some recorded pair make a match, before judging.
 
+    It holds for pictures with at most ``bound`` different captions and captions with at most ``bound`` different
+    pictures; of the others nothing is concluded.
+
     Attributes:
         picture_codes: (n_images,) int64, equal for images of equal bytes.
         caption_codes: (n_pairs,) int64, equal for pairs of equal captions (trimmed).
-        keys: sorted int64, one per recorded (picture, caption) of the train split.
+        keys: sorted int64, one per recorded (picture, caption) of the train split that the rule speaks of.
+        beyond: pictures, and captions, beyond the bound.
     """
 
     picture_codes: np.ndarray
     caption_codes: np.ndarray
     keys: np.ndarray
+    bound: int
+    beyond: tuple[int, int]
 
     @classmethod
-    def of(cls, workspace: Workspace) -> Identity:
-        """Read the pairs once; holds two int64 per pair and one per image, and meanwhile about 600 bytes per pair."""
+    def of(cls, workspace: Workspace, bound: int = IDENTITY_BOUND) -> Identity:
+        """Read the pairs once; holds two int64 per pair and one per image, and meanwhile about 600 bytes per pair.
+
+        Args:
+            bound: 0: the rule says nothing.
+        """
         pairs = workspace.read_pairs(["image_id", "caption", "image_sha256", "split"])
         images = pairs["image_id"].to_numpy()
         by_pair = codes_of(pairs["image_sha256"])
@@ -89,11 +105,32 @@ class Identity:
         picture_codes[images] = by_pair
         caption_codes = codes_of(pc.utf8_trim_whitespace(pairs["caption"]))
         train = pc.equal(pairs["split"], "train").to_numpy()
-        keys = combination_keys(by_pair[train], caption_codes[train], workspace.n_pairs)
+        keys = np.unique(combination_keys(by_pair[train], caption_codes[train], workspace.n_pairs))
         # Arrow would keep the room of the strings, about 400 bytes a pair, in every process that trains.
         del pairs
         pa.default_memory_pool().release_unused()
-        return cls(picture_codes, caption_codes, np.unique(keys))
+        pictures, captions = np.divmod(keys, max(workspace.n_pairs, 1))
+        on_picture, on_caption = np.bincount(pictures), np.bincount(captions)
+        kept = (on_picture[pictures] <= bound) & (on_caption[captions] <= bound)
+        beyond = int((on_picture > bound).sum()), int((on_caption > bound).sum())
+        return cls(picture_codes, caption_codes, keys[kept], bound, beyond)
+
+    @property
+    def notes(self) -> list[str]:
+        """What people should know of the bound: a sentence, if anything lies beyond it."""
+        pictures, captions = self.beyond
+        if not self.bound or not (pictures or captions):
+            return []
+        return [
+            f"identity concludes nothing of {pictures:,} pictures with more than {self.bound} different captions and "
+            f"{captions:,} captions on more than {self.bound} different pictures"
+        ]
+
+    @property
+    def repeats(self) -> bool:
+        """Whether any picture or caption stands in the workspace twice; without one the rule adds nothing."""
+        pictures, captions = self.picture_codes.max(initial=-1) + 1, self.caption_codes.max(initial=-1) + 1
+        return bool(pictures < len(self.picture_codes) or captions < len(self.caption_codes))
 
     def matches(self, image_ids: np.ndarray, pair_ids: np.ndarray) -> np.ndarray:
         """Which combinations the rule calls true; bool, broadcasting its arguments. No transitive closure."""

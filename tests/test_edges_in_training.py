@@ -7,18 +7,20 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
 from test_batches import make_loader
 from test_train_loop import FAST, logged, write_plan
 
-from conftest import MakeWorkspace
+from conftest import MakeWorkspace, flat_colour, png
 from fnpipe.mining.connections import MineConfig, mine_connections
-from fnpipe.mining.edges import LABELS, UNSCORED, read_edges
+from fnpipe.mining.edges import LABELS, UNSCORED, EdgesInfo, read_edges
 from fnpipe.mining.labels import relabel
+from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.config import TINY, TrainConfig
 from fnpipe.train.frozen import open_frozen_inputs
 from fnpipe.train.frozen_config import AdapterConfig
-from fnpipe.train.inputs import open_inputs
+from fnpipe.train.inputs import Inputs, open_inputs
 from fnpipe.train.loop import train
 from fnpipe.train.runs import read_run_config
 
@@ -101,3 +103,82 @@ def test_mafa_trains_with_the_threshold_that_the_share_chose(by_share: Workspace
     train(by_share, MAFA, run="all")
     # Both directions of four pairs in six batches: every hardest negative is above 0.8.
     assert sum(line["positives"] for line in logged(by_share, "all")) == 48
+
+
+PLACEHOLDER, COPIES, GROUP = 30, 4, 8
+
+
+@pytest.fixture
+def with_placeholder(make_workspace: MakeWorkspace) -> Workspace:
+    """80 images in batches of eight. The first 30 are one picture with 30 different captions ("not available"),
+    four more are one picture with a caption each, and the last two have one caption."""
+    colours = [0] * PLACEHOLDER + [1] * COPIES + list(range(2, 48))
+    texts = [f"text {i}" for i in range(79)] + ["text 78"]
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(80, 4)), rng.normal(size=(80, 4))
+    workspace = make_workspace(80, texts=texts, pictures=[png(flat_colour(c)) for c in colours], embeddings=vectors)
+    write_plan(workspace, [list(range(b, b + GROUP)) for b in range(0, 80, GROUP)])
+    return workspace
+
+
+def test_identity_concludes_nothing_of_a_picture_with_more_captions_than_its_bound(with_placeholder: Workspace):
+    config = MineConfig(candidates=7, name="share")
+    made = mine_connections(with_placeholder, config, TooSure())
+    # Batches of eight: images 30, 31 and 32, 33 are copies in batches 3 and 4, and 78 and 79 share a caption.
+    assert (made.identity, made.positives["identity"], made.judgements) == (6, 6, 80 * 7 - 6)
+    assert made.notes == [
+        "identity concludes nothing of 1 pictures with more than 20 different captions and "
+        "0 captions on more than 20 different pictures"
+    ]
+    info = EdgesInfo.read(with_placeholder.stage("edges/share"))
+    assert (info.identity, info.identity_bound, info.judgements) == (6, 20, 554)
+    inputs = open_inputs(with_placeholder, TrainConfig(method="mafa", edges="share"), TINY)
+    assert identical_in_batches(inputs) == {(30, 31), (31, 30), (32, 33), (33, 32), (78, 79), (79, 78)}
+
+
+def test_without_identity_everything_is_judged_and_training_follows(with_placeholder: Workspace):
+    config = MineConfig(candidates=7, name="share", identity=False)
+    made = mine_connections(with_placeholder, config, TooSure())
+    assert (made.identity, made.judgements, made.identity_bound, list(made.notes)) == (0, 560, 0, [])
+    for method in ("mafa", "grit"):
+        inputs = open_inputs(with_placeholder, TrainConfig(method=method, edges="share"), TINY)
+        assert identical_in_batches(inputs) == set()
+    relabel(with_placeholder, "share", 0.2, 0.95)
+    assert EdgesInfo.read(with_placeholder.stage("edges/share")).identity_bound == 0
+    with pytest.raises(InputError, match="started with identity False, now nothing"):
+        mine_connections(with_placeholder, MineConfig(candidates=7, name="share"), TooSure())
+    train(with_placeholder, MAFA, run="without")
+
+
+@pytest.mark.parametrize("method", ["itc", "albef", "grit", "falcon"])
+def test_copies_are_no_negatives_of_any_method(with_placeholder: Workspace, method: str):
+    options: dict[str, Any] = {"batch_size": 8, "search_space": 80} if method == "falcon" else {}
+    inputs = open_inputs(with_placeholder, TrainConfig(method=method, **options), TINY)
+    rows = np.arange(PLACEHOLDER - 2, 80)
+    loader = make_loader(with_placeholder, identity=inputs.identity)
+    batch = loader.collate_rows(
+        rows, rows, epoch=0, number=0, pixels=torch.zeros(len(rows), 3, 8, 8), good=np.ones(len(rows), bool)
+    )
+    copies = range(PLACEHOLDER, PLACEHOLDER + COPIES)
+    expected = {(i, j) for i in copies for j in copies if i != j} | {(78, 79), (79, 78)}
+    found = {(int(rows[i]), int(rows[j])) for i, j in batch.recorded.nonzero().tolist() if i != j}
+    assert found == expected
+    adapter = open_frozen_inputs(with_placeholder, AdapterConfig(method="adapter"))
+    positive = adapter.positive(rows, rows)
+    assert {(int(rows[i]), int(rows[j])) for i, j in zip(*np.nonzero(positive), strict=True) if i != j} == expected
+
+
+def test_a_workspace_in_which_nothing_repeats_needs_no_identity(by_share: Workspace):
+    assert open_inputs(by_share, TrainConfig(method="grit"), TINY).identity is None
+
+
+def identical_in_batches(inputs: Inputs) -> set[tuple[int, int]]:
+    """What counts as recorded in an epoch's batches beside the own pairs."""
+    plan = inputs.source.epoch(0)
+    loader = make_loader(inputs.workspace, edges=inputs.edges, identity=inputs.identity)
+    return {
+        (int(batch.image_ids[i]), int(batch.pair_ids[j]))
+        for batch in loader.batches(plan, 0, range(len(plan)))
+        for i, j in batch.recorded.nonzero().tolist()
+        if i != j
+    }

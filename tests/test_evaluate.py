@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from conftest import MakeWorkspace, flat_colour, png
+from conftest import MakeWorkspace, flat_colour, png, write_embeddings
 from fnpipe.cli.app import run as run_cli
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline.embeddings import Embeddings
@@ -20,7 +23,7 @@ from fnpipe.pipeline.transform import Transform
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train import evaluate
 from fnpipe.train.building import build_model
-from fnpipe.train.evaluate import evaluate_embeddings, evaluate_model, read_queries, true_pairs
+from fnpipe.train.evaluate import evaluate_embeddings, evaluate_model, read_queries, true_pairs, usable_queries
 from fnpipe.train.model import ModelConfig, VLModel
 from fnpipe.train.pictures import Samples
 
@@ -29,6 +32,19 @@ from fnpipe.train.pictures import Samples
 def model() -> VLModel:
     torch.manual_seed(0)
     return build_model(ModelConfig()).eval()
+
+
+class SameTokens:
+    """A tokenizer that does not read exclamation marks."""
+
+    def __init__(self, tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, captions):
+        return self.tokenizer([caption.replace("!", "") for caption in captions])
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
 
 
 def noise_pictures(n: int) -> list[bytes]:
@@ -92,13 +108,106 @@ def test_figures_of_a_model_are_those_of_one_pair_at_a_time(make_workspace: Make
 def test_equal_pictures_and_equal_captions_are_ties_whatever_batch_they_stand_in(
     make_workspace: MakeWorkspace, model: VLModel, monkeypatch: pytest.MonkeyPatch
 ):
-    # Four images of one picture with one caption: chance decides among them.
-    pictures = [png(flat_colour(1))] * 4
-    workspace = make_workspace(4, texts=["the same words"] * 4, pictures=pictures)
+    # Four pictures that differ in bytes alone, with one caption of four spellings: chance decides among them.
+    pictures = [png(flat_colour(1)) + bytes(i) for i in range(4)]
+    workspace = make_workspace(4, texts=[f"the same{'!' * i} words" for i in range(4)], pictures=pictures)
     monkeypatch.setattr(evaluate, "ENCODE_BATCH", 3)
+    monkeypatch.setattr(model, "tokenizer", SameTokens(model.tokenizer))
     found = evaluate_model(workspace, model, read_queries(workspace), rerank=True, quiet=True)
     assert found["dual"]["tr_r1"] == found["itm"]["tr_r1"] == pytest.approx(25)
     assert found["dual"]["ir_r1"] == found["itm"]["ir_r1"] == pytest.approx(25)
+
+
+def test_copies_of_a_picture_and_of_a_text_are_right_with_what_any_of_them_is_recorded_with(
+    make_workspace: MakeWorkspace, model: VLModel
+):
+    # Images 0 and 2 are one picture; "b" is recorded with it and with image 3.
+    pictures = [png(flat_colour(i)) for i in (0, 1, 0, 2)]
+    workspace = make_workspace(4, texts=["a", "c", "b ", "b"], pictures=pictures)
+    queries = read_queries(workspace, "all")
+    assert (queries.image_ids.tolist(), queries.image_rows.tolist()) == ([0, 1, 3], [0, 1, 0, 2])
+    assert (queries.copies.tolist(), queries.copy_rows.tolist()) == ([2], [0])
+    recorded = queries.recorded
+    assert [recorded.items[a:b].tolist() for a, b in pairwise(recorded.starts)] == [[0, 2, 3], [1], [2, 3]]
+    found = evaluate_model(workspace, model, queries, rerank=False, quiet=True)
+    assert (found["images"], found["captions"], found["copies"]) == (3, 4, 1)
+    assert found["notes"] == [
+        "1 images of all are copies of others; images of equal bytes count as one picture: 3 pictures",
+        "1 of the 4 captions of all repeat another's text; a text is right for every picture that it is recorded with",
+    ]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 7), bad=st.booleans())
+def test_recorded_and_true_agree_with_the_rule_in_its_own_words(
+    make_workspace: MakeWorkspace, tmp_path_factory: pytest.TempPathFactory, seed: int, n: int, bad: bool
+):
+    rng = np.random.default_rng(seed)
+    counts = rng.integers(1, 4, n)
+    owners = np.repeat(np.arange(n), counts)
+    pictures, texts = rng.integers(0, 4, n), rng.integers(0, 5, len(owners))
+    vectors = rng.normal(size=(n, 3)), rng.normal(size=(len(owners), 3))
+    for rows in vectors if bad else ():
+        rows[rng.random(len(rows)) < 0.3] = 0
+    workspace = make_workspace(
+        n,
+        captions=counts.tolist(),
+        texts=[f"text {t}{' ' * int(rng.integers(0, 2))}" for t in texts],
+        pictures=[png(flat_colour(int(p))) for p in pictures],
+        embeddings=vectors,
+        folder=str(tmp_path_factory.mktemp("queries") / "ws"),
+    )
+    concepts = rng.integers(0, 3, n)
+    table = {"image": [f"{i}.png" for i in range(n)], "concept": [str(c) for c in concepts]}
+    path = workspace.root / "truth.parquet"
+    pq.write_table(pa.table(table), path)
+    embeddings, everything = Embeddings.open(workspace), read_queries(workspace, "all")
+    good_images, good_pairs = (rows.any(1) for rows in vectors)
+    seen, read = {pictures[i] for i in range(n) if good_images[i]}, {pictures[i] for i in owners[good_pairs]}
+    if not seen & read:
+        with pytest.raises(InputError, match="no usable embedding"):
+            usable_queries(embeddings, everything)
+        return
+    queries = usable_queries(embeddings, everything)
+    assert good_images[queries.image_ids].all()
+    assert sorted(pictures[queries.image_ids]) == sorted(seen & read)
+    kept_pairs = queries.pair_ids.tolist()
+    for found, is_right in (
+        (queries.recorded, lambda image, pair: owners[pair] == image),
+        (
+            true_pairs(queries, Truth.read(path, workspace)),
+            lambda image, pair: concepts[owners[pair]] == concepts[image],
+        ),
+    ):
+        for row, image in enumerate(queries.image_ids):
+            copies = [i for i in range(n) if pictures[i] == pictures[image]]
+            said = {texts[p] for p in kept_pairs for i in copies if is_right(i, p)}
+            expected = [at for at, p in enumerate(kept_pairs) if texts[p] in said]
+            assert found.items[found.starts[row] : found.starts[row + 1]].tolist() == expected
+
+
+CASE = Path(__file__).parent / "cases2/04-repeated-pictures-in-evaluation"
+
+
+@pytest.mark.parametrize("layout", ["rows", "lists", "duplicates"])
+def test_perfect_vectors_are_perfect_however_the_pairs_are_laid_out(
+    make_workspace: MakeWorkspace, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
+):
+    ws = str(tmp_path / "ws")
+    if layout == "duplicates":
+        # Ten pictures, and each caption is recorded with two of them.
+        axes = np.eye(10)
+        ws = str(make_workspace(10, texts=[f"text {i // 2}" for i in range(10)], embeddings=(axes, axes)).root)
+        write_embeddings(Workspace.open(ws), "clip", axes, np.repeat(axes[::2] + axes[1::2], 2, axis=0))
+    else:
+        assert run_cli(["shard", str(CASE / f"{layout}.parquet"), ws]) == 0
+        assert run_cli(["embed", ws, "--import", str(CASE / f"cr_{layout}")]) == 0
+    capsys.readouterr()
+    assert run_cli(["evaluate", ws, "--embeddings", "clip", "--on", "all", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["dual"]["rsum"] == 600
+    assert (found["images"], found["captions"]) == (10, 10 if layout == "duplicates" else 50)
+    assert found["copies"] == (40 if layout == "rows" else 0)
 
 
 def test_truth_makes_more_items_right_and_never_fewer(make_workspace: MakeWorkspace, model: VLModel, tmp_path: Path):

@@ -28,8 +28,8 @@ def test_keys_of_small_integer_types_do_not_wrap():
 
 
 @ONE_FIXTURE
-@given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 8))
-def test_identity_agrees_with_its_definition(make_workspace: MakeWorkspace, tmp_path_factory, seed, n):
+@given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 8), bound=st.integers(0, 4))
+def test_identity_agrees_with_its_definition(make_workspace: MakeWorkspace, tmp_path_factory, seed, n, bound):
     rng = np.random.default_rng(seed)
     counts = rng.integers(1, 4, n)
     owners = np.repeat(np.arange(n), counts)
@@ -44,11 +44,14 @@ def test_identity_agrees_with_its_definition(make_workspace: MakeWorkspace, tmp_
         splits=splits,
         folder=str(tmp_path_factory.mktemp("identity") / "ws"),
     )
-    matches = Identity.of(workspace).matches(np.arange(n)[:, None], np.arange(len(owners))[None, :])
+    trained = [(pictures[owner], texts[k].strip()) for k, owner in enumerate(owners) if splits[owner] == "train"]
+    captions = {picture: len({t for p, t in trained if p == picture}) for picture, _ in trained}
+    shown = {text: len({p for p, t in trained if t == text}) for _, text in trained}
+    identity = Identity.of(workspace, bound)
+    assert identity.beyond == (sum(c > bound for c in captions.values()), sum(c > bound for c in shown.values()))
+    matches = identity.matches(np.arange(n)[:, None], np.arange(len(owners))[None, :])
     for i in range(n):
         for j, text in enumerate(texts):
-            recorded = any(
-                splits[owner] == "train" and pictures[owner] == pictures[i] and texts[k].strip() == text.strip()
-                for k, owner in enumerate(owners)
-            )
-            assert matches[i, j] == recorded
+            pair = pictures[i], text.strip()
+            known = pair in trained and captions[pair[0]] <= bound and shown[pair[1]] <= bound
+            assert matches[i, j] == known

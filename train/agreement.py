@@ -16,8 +16,7 @@ def agreement(
 ) -> float:
     """The share of the batch's hardest negatives, of both directions, that have the label Con-D gives them now.
 
-    One that was not judged offline counts as the negative that training takes it for, and one that is positive by the
-    identity rule, which no discriminator is asked about, as that positive: these two are what may differ, because equal
+    One that was not judged offline counts as the negative that training takes it for. These are what may differ: equal
     weights give every scored combination the same label again. 1 for a batch without negatives.
     """
     images, texts = hardest_pairs(decisions)

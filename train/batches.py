@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from fnpipe.mining.edges import POSITIVE, EdgeLookup
+from fnpipe.mining.edges import EdgeLookup
 from fnpipe.mining.grouping import read_plan
 from fnpipe.mining.members import Members
 from fnpipe.mining.records import Identity
@@ -138,9 +138,9 @@ class Batch:
         epoch, number: which batch of which epoch's plan.
         image_ids, pair_ids: (B,) int64; row b is the recorded pair (image b, text b).
         pixels: (B, 3, S, S) uint8, augmented. ids: (B, L) int64 tokens.
-        recorded: (B, B) bool, image row and text column: the data set records this pair. True on the diagonal.
-        label: (B, B) int8 codes of ``LABELS``, -1 where not judged, positive by the identity rule; None where the
-            method takes no edges.
+        recorded: (B, B) bool, image row and text column: the data set records this pair, or the same picture with the
+            same caption. True on the diagonal.
+        label: (B, B) int8 codes of ``LABELS``, -1 where not judged; None where the method takes no edges.
         unreadable: rows of the plan that were left out, because their picture could not be decoded.
     """
 
@@ -218,7 +218,8 @@ class Loader:
     """Makes the batches of an epoch, ahead of their use.
 
     Attributes:
-        tokenize: captions to (n, L) int64. edges, identity: both or neither, for methods that take mined edges.
+        tokenize: captions to (n, L) int64. edges: for methods that take mined ones.
+        identity: of combinations that count as recorded; None: of none.
         workers: processes that make pixels; 0: a thread of this process does.
         stream: where the pictures are read front to back; None: by random access into the workspace's tars.
     """
@@ -271,7 +272,10 @@ class Loader:
             )
         if not good.all():
             pixels = pixels[torch.from_numpy(good)]
-        recorded = self.samples.image_of[pair_ids][None, :] == image_ids[:, None]
+        rows, columns = image_ids[:, None], pair_ids[None, :]
+        recorded = self.samples.image_of[columns] == rows
+        if self.identity is not None:
+            recorded |= self.identity.matches(rows, columns)
         return Batch(
             epoch=epoch,
             number=number,
@@ -280,17 +284,9 @@ class Loader:
             pixels=pixels,
             ids=self.tokenize(self.samples.texts(pair_ids)),
             recorded=torch.from_numpy(recorded),
-            label=self._labels(image_ids, pair_ids, recorded),
+            label=None if self.edges is None else torch.from_numpy(self.edges.find(rows, columns)[1]),
             unreadable=int((~good).sum()),
         )
-
-    def _labels(self, image_ids: np.ndarray, pair_ids: np.ndarray, recorded: np.ndarray) -> torch.Tensor | None:
-        if self.edges is None or self.identity is None:
-            return None
-        rows, columns = image_ids[:, None], pair_ids[None, :]
-        _, label = self.edges.find(rows, columns)
-        label[self.identity.matches(rows, columns) & ~recorded] = POSITIVE
-        return torch.from_numpy(label)
 
 
 class _Tasks(torch.utils.data.Dataset[Any]):

@@ -43,7 +43,9 @@ def coco_queries(workspace: Workspace, test: CocoTest, captions: str | None = No
     by = "order" if texts is None else "text"
     found = _by_order(workspace, test, pairs) if texts is None else _by_text(workspace, test, pairs, texts)
     rows = np.repeat(np.arange(len(image_ids)), found.shape[1])
-    return Queries(ON, image_ids, found.ravel(), rows), by
+    none = np.empty(0, np.int64)
+    # COCO's protocol knows nothing of repeated texts: these queries are measured by its own lists.
+    return Queries(ON, image_ids, found.ravel(), rows, np.arange(found.size), none, none), by
 
 
 def image_name(coco_id: int) -> str:

@@ -21,13 +21,13 @@ import torch
 
 from fnpipe.mining.edges import POSITIVE, EdgeLookup, EdgesInfo
 from fnpipe.mining.members import read_members
-from fnpipe.mining.records import Identity, pair_images
+from fnpipe.mining.records import IDENTITY_BOUND, Identity, pair_images
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
-from fnpipe.pipeline.stage import FORMAT_VERSION, Stage
+from fnpipe.pipeline.stage import FORMAT_VERSION
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.adapter import AdapterNet, adapter_loss
 from fnpipe.train.batches import BatchSource, EpochPlan, RandomBatches, WithoutPairs
@@ -37,7 +37,7 @@ from fnpipe.train.evaluate import Queries, read_queries
 from fnpipe.train.frozen_config import FROZEN_METHODS, FrozenConfig, VacsrConfig, resolve_frozen
 from fnpipe.train.frozen_evaluate import evaluate_frozen
 from fnpipe.train.frozen_runs import FrozenModel, describe_source, save_frozen
-from fnpipe.train.inputs import check_batch_size, file_digest, planned_batches
+from fnpipe.train.inputs import check_batch_size, file_digest, identity_beyond_records, planned_batches
 from fnpipe.train.log import Log, epoch_line, plot_losses, read_metrics
 from fnpipe.train.loop import asked_values, begin_record, deterministic, require_inputs, stop_signals
 from fnpipe.train.processes import choose_device
@@ -57,7 +57,7 @@ class FrozenInputs:
 
     Attributes:
         image_of: (n_pairs,) int64, the image of every pair.
-        edges, identity: None where no edges were asked for.
+        edges: None where none were asked for. identity: as in `fnpipe.train.inputs.Inputs`.
         digests: what was read, by name; a resumed run must find the same.
     """
 
@@ -71,14 +71,14 @@ class FrozenInputs:
     digests: Mapping[str, str]
 
     def positive(self, image_ids: np.ndarray, pair_ids: np.ndarray) -> np.ndarray:
-        """(B, B) bool, image row, text column: what is recorded, and, with edges, mined or identical."""
+        """(B, B) bool, image row, text column: what is recorded, identical, or, with edges, mined."""
         rows, columns = image_ids[:, None], pair_ids[None, :]
         positive: np.ndarray = self.image_of[columns] == rows
-        if self.edges is None or self.identity is None:
-            return positive
-        _, label = self.edges.find(rows, columns)
-        found: np.ndarray = positive | (label == POSITIVE) | self.identity.matches(rows, columns)
-        return found
+        if self.identity is not None:
+            positive |= self.identity.matches(rows, columns)
+        if self.edges is not None:
+            positive |= self.edges.find(rows, columns)[1] == POSITIVE
+        return positive
 
 
 def open_frozen_inputs(workspace: Workspace, config: FrozenConfig) -> FrozenInputs:
@@ -103,25 +103,22 @@ def open_frozen_inputs(workspace: Workspace, config: FrozenConfig) -> FrozenInpu
     if not usable.all():
         # A plan may have been made from other embeddings, or from none.
         source = WithoutPairs(source, ~usable)
-    edges = identity = truth = None
+    edges, bound, truth = None, IDENTITY_BOUND, None
     if config.edges is not None:
         stage = workspace.resolve("edges", config.edges, "--edges")
         digests[stage.name] = stage.digest
-        edges, identity = EdgeLookup.read(stage, _thresholds(stage, config.tau_high)), Identity.of(workspace)
+        info = EdgesInfo.read(stage)
+        # Of the labels only the positive ones count here.
+        low = info.tau_low if config.tau_high is None else min(info.tau_low, config.tau_high)
+        edges = EdgeLookup.read(stage, None if config.tau_high is None else (low, config.tau_high))
+        bound = info.identity_bound
     elif config.tau_high is not None:
         raise InputError(f"tau_high is {config.tau_high}, and there are no edges; name some with --edges")
     if config.truth is not None:
         truth = Truth.read(config.truth, workspace)
         digests["truth"] = file_digest(Path(config.truth))
+    identity = identity_beyond_records(workspace, bound)
     return FrozenInputs(workspace, embeddings, source, image_of, edges, identity, truth, digests)
-
-
-def _thresholds(edges: Stage, tau_high: float | None) -> tuple[float, float] | None:
-    """What to label by instead of the stored labels, of which only the positive ones count here."""
-    if tau_high is None:
-        return None
-    info = EdgesInfo.read(edges)
-    return info.other_thresholds(min(info.tau_low, tau_high), tau_high)
 
 
 def train_frozen(

@@ -10,7 +10,7 @@ import numpy as np
 from fnpipe.mining.edges import TAU_HIGH, TAU_LOW, EdgeLookup, EdgesInfo, read_recorded
 from fnpipe.mining.grouping import plan_epochs
 from fnpipe.mining.members import members_of, read_members
-from fnpipe.mining.records import Identity
+from fnpipe.mining.records import IDENTITY_BOUND, Identity
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline.digests import digest_files
 from fnpipe.pipeline.embeddings import Embeddings
@@ -31,7 +31,8 @@ class Inputs:
     """Everything that a run reads beside its starting weights.
 
     Attributes:
-        edges, identity: None where the method takes none and none were asked for.
+        edges: None where the method takes none and none were asked for. identity: what counts as recorded beside the
+            recorded pairs; None: nothing does.
         batches_per_epoch: of all processes together.
         stream: None: the pictures are read from the workspace's tars.
         thresholds: tau_low and tau_high by which the edges are labelled in this run.
@@ -73,14 +74,14 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
     check_batch_size(source.batch_size, config.batch_size, workspace)
     if config.min_recorded_probability > 0 and not isinstance(source, FalconSource):
         source = WithoutPairs(source, doubted_pairs(find_edges(workspace, config), config.min_recorded_probability))
-    edges, identity, thresholds = None, None, (TAU_LOW, TAU_HIGH)
+    edges, bound, thresholds = None, IDENTITY_BOUND, (TAU_LOW, TAU_HIGH)
     if config.method_losses.ecm or config.edges is not None:
         stage = find_edges(workspace, config)
         digests[stage.name] = stage.digest
         info = EdgesInfo.read(stage)
         others = info.other_thresholds(config.tau_low, config.tau_high)
         thresholds = others or (info.tau_low, info.tau_high)
-        edges, identity = EdgeLookup.read(stage, others), Identity.of(workspace)
+        edges, bound = EdgeLookup.read(stage, others), info.identity_bound
     truth = None
     if config.truth is not None:
         truth = Truth.read(config.truth, workspace)
@@ -95,13 +96,19 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         source=source,
         image_ids=members.images,
         edges=edges,
-        identity=identity,
+        identity=identity_beyond_records(workspace, bound),
         thresholds=thresholds,
         truth=truth,
         batches_per_epoch=source.batches_per_epoch if isinstance(source, FalconSource) else len(source.epoch(0)),
         stream=stream,
         digests=digests,
     )
+
+
+def identity_beyond_records(workspace: Workspace, bound: int) -> Identity | None:
+    """The identity rule, which holds for the targets of every method: a copy is no negative. None: it adds nothing."""
+    identity = Identity.of(workspace, bound) if bound else None
+    return identity if identity is not None and identity.repeats else None
 
 
 def planned_batches(plan: Stage, batch_size: int | None) -> PlannedBatches:

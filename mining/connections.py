@@ -87,7 +87,7 @@ def mine_connections(
                 relabel_parts(stage, *tau)
             unique = sum(new.values())
             rows = sum(pq.read_metadata(path).num_rows for path in edge_parts(stage))
-            facts = {"identity_bound": judge.identity.bound, "notes": judge.identity.notes}
+            facts: dict[str, Any] = {"identity_bound": judge.identity.bound, "notes": judge.identity.notes}
             facts |= {"unique_combinations": unique, "undecodable": unique - rows, "new_per_source": new}
             finish_edges(stage, *tau, **facts)
         if config.score_recorded and not recorded_parts(stage):

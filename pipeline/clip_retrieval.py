@@ -156,8 +156,8 @@ def open_folder(path: Path) -> Folder:
     starts = np.concatenate([[0], np.cumsum([shapes[file][0] for file in images.values()])])
     return Folder(
         path=path,
-        images=Rows(list(images.values()), starts, shapes[first][1]),
-        texts=Rows(list(texts.values()), starts, shapes[first][1]),
+        images=Rows(list(images.values()), starts, shapes[first][1], foreign=True),
+        texts=Rows(list(texts.values()), starts, shapes[first][1], foreign=True),
         metadata=list(metadata.values()),
         arrays=list(shapes),
     )

@@ -33,13 +33,14 @@ class Rows:
         InputError: there are more shards than this machine maps at a time.
     """
 
-    def __init__(self, paths: list[Path], starts: np.ndarray, width: int) -> None:
+    def __init__(self, paths: list[Path], starts: np.ndarray, width: int, *, foreign: bool = False) -> None:
+        # Other programs' arrays may hold any floats.
         self.starts = starts
         self.width = width
         self._paths = paths
         self._maps = map_arrays(paths, "shard again with more --images-per-shard")
         for path, part, rows in zip(paths, self._maps, np.diff(starts), strict=True):
-            if part.shape != (rows, width) or part.dtype != np.float16:
+            if part.shape != (rows, width) or (part.dtype != np.float16 and not foreign):
                 what = f"{part.dtype} of shape {part.shape}, not float16 of {(int(rows), width)}"
                 raise atomic.damaged(path, what)
 

@@ -65,7 +65,7 @@ COMMANDS = {
     "evaluate": ("evaluate", "ROOT/ws", "--run", "mafa", "--json"),
     "status": ("status", "ROOT/ws"),
 }
-VERIFY = ("status", "ROOT/ws", "--verify", "all")
+VERIFY = ("status", "ROOT/ws", "--verify", "--all")
 
 # Where nothing but a digest of the whole file could tell.
 _PLAIN = (".npy", ".safetensors", ".state", ".jsonl")

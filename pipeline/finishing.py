@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fnpipe.pipeline import atomic
-from fnpipe.pipeline.digests import digest_files
+from fnpipe.pipeline.digests import content_digests, digest_listed
 from fnpipe.pipeline.order import held_out
 from fnpipe.pipeline.parts import QUARANTINE_SCHEMA, Tally, part_path, quarantine_path, read_tally
 from fnpipe.pipeline.shuffling import SHUFFLED, Swaps
@@ -29,7 +29,8 @@ class Finished:
     """What the tables hold: per shard that is not empty, its number among the parts, its images and its pairs.
 
     ``straddling`` counts the pictures, by digest, that stand in more than one split, by the splits' names.
-    ``shuffled`` is the number of pairs that were made wrong, None where that was not asked for.
+    ``digest`` is that of ``pairs/``, ``outputs`` those of every table. ``shuffled`` is the number of pairs that were
+    made wrong, None where that was not asked for.
     """
 
     shards: list[int] = field(default_factory=list)
@@ -38,6 +39,7 @@ class Finished:
     splits: Counter[str] = field(default_factory=Counter)
     straddling: Counter[tuple[str, ...]] = field(default_factory=Counter)
     digest: str = ""
+    outputs: dict[str, str] = field(default_factory=dict)
     shuffled: int | None = None
 
 
@@ -99,7 +101,11 @@ def write_tables(
         atomic.write_table(root / SHUFFLED, swaps.table())
         done.shuffled = int(swaps.wrong.sum())
     done.straddling = _straddling(ranks)
-    done.digest = digest_files([root / "pairs" / f"{n:05d}.parquet" for n in range(len(done.shards))], root)
+    tables = {kind: [root / kind / f"{n:05d}.parquet" for n in range(len(done.shards))] for kind in ("pairs", "images")}
+    pairs = content_digests(tables["pairs"], root)
+    done.digest = digest_listed(pairs)
+    further = [root / "quarantine.parquet", *([root / SHUFFLED] if swaps is not None else [])]
+    done.outputs = {**pairs, **content_digests([*tables["images"], *further], root)}
     return done
 
 

@@ -260,6 +260,7 @@ def _finish(root: Path, parts: Path, plan: Plan, config: ShardConfig, begun: dic
         "pairs_per_shard": tables.pairs,
         "splits": dict(sorted(tables.splits.items())),
         "digest": tables.digest,
+        "outputs": tables.outputs,
         "inputs": [describe_input(path) for source in plan.sources for path in source.inputs],
     }
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fnpipe.pipeline.decode import decode_or_none
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.sources.files import size_of
 from fnpipe.pipeline.storage import is_remote, local_path, read_ranges
@@ -100,15 +101,32 @@ def differing_pictures(workspace: Workspace, shard: int, most: int | None = None
     rows = np.flatnonzero(np.diff(pairs["image_id"].to_numpy(), prepend=-1))
     if most is not None and most < len(rows):
         rows = rows[np.unique(np.linspace(0, len(rows) - 1, most).astype(int))]
-    wrong = []
+    wrong: list[str] = []
+    may_differ = _written_anew(workspace, shard)
     for some in np.array_split(rows, -(-len(rows) // _COMPARED) or 1):
         table = pairs.take(some)
         offsets, sizes = table["image_offset"].to_numpy(), table["image_size"].to_numpy()
         data = _ranges(workspace.shard_url(shard), offsets, sizes)
         digests = [None if picture is None else hashlib.sha256(picture).hexdigest() for picture in data]
-        named = zip(table["key"].to_pylist(), table["image_sha256"].to_pylist(), digests, strict=True)
-        wrong += [key for key, before, now in named if before != now]
+        named = zip(table["key"].to_pylist(), table["image_sha256"].to_pylist(), digests, data, strict=True)
+        wrong += [key for key, before, now, picture in named if before != now and not may_differ(picture)]
     return wrong
+
+
+def _written_anew(workspace: Workspace, shard: int) -> Callable[[bytes | None], bool]:
+    """Which bytes may be others than the source's though the tar has no checksum: those that were encoded anew.
+
+    Without ``--resize`` these are PNG, which carries checksums of its own.
+    """
+    params = workspace.manifest["params"]
+    if params.get("in_place") or "crc32" in recorded(workspace.manifest, shard):
+        return lambda picture: False
+    shrunk = params.get("resize") is not None
+    return lambda picture: (
+        picture is not None
+        and (shrunk or picture.startswith(b"\x89PNG"))
+        and decode_or_none(picture, max_pixels=workspace.max_pixels) is not None
+    )
 
 
 def _ranges(url: str, offsets: np.ndarray, sizes: np.ndarray) -> list[bytes] | list[None]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from fnpipe.pipeline.storage import is_remote, local_path
 from fnpipe.pipeline.workspace import MANIFEST, RUN_CONFIG, Workspace, read_manifest
 
 _EXAMPLES = 5
-GONE = "files are gone"
+GONE, DAMAGED = "files are gone", "damaged"
 # Methods whose runs train no matching head.
 _WITHOUT_HEAD = ("itc", "adapter", "vacsr")
 
@@ -30,7 +32,7 @@ def status(workspace: str, *, quarantine: bool = False) -> dict[str, Any]:
 
     Returns:
         state (a sentence), sources, counts and lost files (of a finished sharding), stages (name, state, made_from,
-        made_with), next (a command), and, if asked for, examples of quarantined rows by reason.
+        made_with, notes), next (a command), and, if asked for, examples of quarantined rows by reason.
 
     Raises:
         InputError: there is no such directory.
@@ -52,7 +54,7 @@ def status(workspace: str, *, quarantine: bool = False) -> dict[str, Any]:
         "state": "sharded",
         "counts": summary_of(root, manifest),
         "lost": lost,
-        "stages": stages,
+        "stages": [stage.described() for stage in stages],
         "next": _next_after_loss(root, manifest, lost) if lost else _next(root, stages),
     }
     if quarantine:
@@ -111,66 +113,87 @@ def _flags(params: dict[str, Any]) -> str:
     return "".join(f" {word}" for word in words)
 
 
-def _stages(workspace: Workspace) -> list[dict[str, str]]:
-    found = []
-    for kind in MADE_BY:
-        for name in workspace.names(kind):
-            stage = workspace.stage(f"{kind}/{name}")
-            state, meta = _run_state(stage) if kind == "runs" else (_state(stage), stage.meta() or {})
-            found.append(
-                {
-                    "name": stage.name,
-                    "state": state,
-                    "made_from": ", ".join(meta.get("inputs", {})),
-                    "made_with": ", ".join(_said(meta.get("params", {}))),
-                }
-            )
-    return found
+@dataclass(frozen=True)
+class _Found:
+    """A stage, what state it is in, and what its record says."""
+
+    name: str
+    state: str
+    inputs: Mapping[str, Any]
+    params: Mapping[str, Any]
+    notes: Sequence[str] = ()
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def own_name(self) -> str:
+        return self.name.partition("/")[2]
+
+    def described(self) -> dict[str, Any]:
+        words = {"made_from": ", ".join(self.inputs), "made_with": ", ".join(_said(self.params))}
+        return {"name": self.name, "state": self.state, **words, "notes": list(self.notes)}
 
 
-def _state(stage: Stage) -> str:
-    meta = stage.meta() or {}
+def _stages(workspace: Workspace) -> list[_Found]:
+    stages = [workspace.stage(f"{kind}/{name}") for kind in MADE_BY for name in workspace.names(kind)]
+    return [_run(stage) if stage.kind == "runs" else _stage(stage) for stage in stages]
+
+
+def _stage(stage: Stage) -> _Found:
+    try:
+        meta = stage.meta() or {}
+    except InputError:
+        return _Found(stage.name, DAMAGED, {}, {})
+    described = meta.get("inputs", {}), meta.get("params", {}), _notes(meta)
     if not meta.get("complete"):
-        return "not finished"
+        return _Found(stage.name, "not finished", *described)
     if stage.missing():
-        return GONE
+        return _Found(stage.name, GONE, *described)
     try:
         stage.require()
     except InputError:
-        return "out of date"
-    return "finished"
+        return _Found(stage.name, "out of date", *described)
+    return _Found(stage.name, "finished", *described)
 
 
-def _run_state(run: Stage) -> tuple[str, dict[str, Any]]:
-    """The state of a run, and what it was made from and with: ``config.json`` holds both."""
+def _run(run: Stage) -> _Found:
+    """A run: its ``config.json`` holds what it was made from and with."""
     try:
         record = json.loads((run.path / RUN_CONFIG).read_bytes())
-        meta = {"inputs": dict(record["inputs"]), "params": dict(record["asked"])}
+        inputs, params, notes = dict(record["inputs"]), dict(record["asked"]), _notes(record)
     except (ValueError, TypeError, KeyError, RecursionError):
-        return "damaged", {}
-    if meta["inputs"].get("pairs") != run.workspace.digest:
-        return "out of date", meta
-    return "finished" if record.get("complete") else "not finished", meta
+        return _Found(run.name, DAMAGED, {}, {})
+    if inputs.get("pairs") != run.workspace.digest:
+        return _Found(run.name, "out of date", inputs, params, notes)
+    return _Found(run.name, "finished" if record.get("complete") else "not finished", inputs, params, notes)
 
 
-def _next(root: Path, stages: list[dict[str, str]]) -> str:
+def _notes(record: Mapping[str, Any]) -> list[str]:
+    notes = record.get("notes")
+    return [str(note) for note in notes] if isinstance(notes, list) else []
+
+
+def _next(root: Path, stages: Sequence[_Found]) -> str:
     """The first command of the chain whose result is not there."""
     for kind, command in MADE_BY.items():
-        mine = [stage for stage in stages if stage["name"].startswith(f"{kind}/")]
-        unfinished = next((stage for stage in mine if stage["state"] != "finished"), None)
+        mine = [stage for stage in stages if stage.kind == kind]
+        unfinished = next((stage for stage in mine if stage.state != "finished"), None)
         if not mine:
             return f"fnpipe {command} {shlex.quote(str(root))}{_needed(kind, stages)}"
         if unfinished is not None:
-            name = shlex.quote(unfinished["name"].partition("/")[2])
+            name = shlex.quote(unfinished.own_name)
             named = {"runs": f" --run {name} --resume", "graph": f" --embeddings {name}"}.get(kind, f" --name {name}")
-            again = " --overwrite" if unfinished["state"] in ("out of date", GONE) else ""
+            again = " --overwrite" if unfinished.state in ("out of date", GONE, DAMAGED) and kind != "runs" else ""
             # A run knows how it was begun.
             flags = "" if kind == "runs" else ", with the flags it was begun with"
             return f"fnpipe {command} {shlex.quote(str(root))}{named}{again}{flags}"
-    return f"fnpipe evaluate {shlex.quote(str(root))} --run {_last_run(stages)}"
+    last = next(stage.own_name for stage in reversed(stages) if stage.kind == "runs")
+    return f"fnpipe evaluate {shlex.quote(str(root))} --run {shlex.quote(last)}"
 
 
-def _needed(kind: str, stages: list[dict[str, str]]) -> str:
+def _needed(kind: str, stages: Sequence[_Found]) -> str:
     """Flags without which the command of ``kind`` does not run."""
     if kind == "embeddings":
         return " --model ViT-B-32 --pretrained laion2b_s34b_b79k"
@@ -179,17 +202,12 @@ def _needed(kind: str, stages: list[dict[str, str]]) -> str:
     return " --method mafa --run mafa" if kind == "runs" else ""
 
 
-def _con_d(stages: list[dict[str, str]]) -> str:
+def _con_d(stages: Sequence[_Found]) -> str:
     """The last finished run that can judge whether a caption is true of a picture, or plain similarity."""
     for stage in reversed(stages):
-        method = stage["made_with"].partition("method ")[2].partition(",")[0]
-        if stage["name"].startswith("runs/") and stage["state"] == "finished" and method not in _WITHOUT_HEAD:
-            return shlex.quote(f"itm:{stage['name'].partition('/')[2]}")
+        if stage.kind == "runs" and stage.state == "finished" and stage.params.get("method") not in _WITHOUT_HEAD:
+            return shlex.quote(f"itm:{stage.own_name}")
     return "clip --positive-share 0.02"
-
-
-def _last_run(stages: list[dict[str, str]]) -> str:
-    return next(shlex.quote(s["name"].partition("/")[2]) for s in reversed(stages) if s["name"].startswith("runs/"))
 
 
 def _examples(root: Path) -> dict[str, list[dict[str, Any]]]:
@@ -200,7 +218,7 @@ def _examples(root: Path) -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def _said(params: dict[str, Any]) -> list[str]:
+def _said(params: Mapping[str, Any]) -> list[str]:
     """The parameters that a person would name: no digests, and nothing that was left open."""
     said = [(key, value) for key, value in params.items() if isinstance(value, str | int | float) and key != "weights"]
     con_d = params.get("discriminator")

@@ -41,7 +41,7 @@ from fnpipe.train.inputs import check_batch_size, file_digest, identity_beyond_r
 from fnpipe.train.log import Log, epoch_line, plot_losses, read_metrics
 from fnpipe.train.loop import asked_values, begin_record, deterministic, require_inputs, stop_signals
 from fnpipe.train.processes import choose_device
-from fnpipe.train.runs import CHECKPOINTS, CONFIG, METRICS, read_run_config, run_directory
+from fnpipe.train.runs import CHECKPOINTS, CONFIG, METRICS, checkpoint_digests, read_run_config, run_directory
 from fnpipe.train.tensorfile import write_state
 from fnpipe.train.training import AfterStep, Report
 from fnpipe.train.vacsr import SeededNoise, vacsr_loss
@@ -346,7 +346,8 @@ class FrozenTraining:
             "evaluation": {k: v for k, v in evaluations[-1].items() if k != "kind"} if evaluations else None,
         }
         plot_losses(self.directory, list(self.config.losses))
-        atomic.write_json(self.directory / CONFIG, {**self.record, "complete": True, "result": result})
+        done = {"complete": True, "outputs": checkpoint_digests(self.directory), "result": result}
+        atomic.write_json(self.directory / CONFIG, {**self.record, **done})
         return result
 
     def _save(self) -> None:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fnpipe.pipeline.digests import content_digests
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.building import build_model, load_model
@@ -70,6 +71,11 @@ def read_run_config(directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise InputError(f"{directory / CONFIG}: damaged; train again with --overwrite")
     return config
+
+
+def checkpoint_digests(directory: Path) -> dict[str, str]:
+    """What ``config.json`` of a finished run lists: its weights, by their names in the run, with their digests."""
+    return content_digests(sorted((directory / CHECKPOINTS).glob("*.safetensors")), directory)
 
 
 def checkpoint_path(directory: Path, checkpoint: str = "best-or-last") -> Path:

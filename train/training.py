@@ -35,7 +35,7 @@ from fnpipe.train.model import VLModel
 from fnpipe.train.objectives import Decisions, EcmConfig
 from fnpipe.train.pictures import FittedPictures
 from fnpipe.train.processes import Processes
-from fnpipe.train.runs import CHECKPOINTS, CONFIG, METRICS
+from fnpipe.train.runs import CHECKPOINTS, CONFIG, METRICS, checkpoint_digests
 from fnpipe.train.step import (
     StepConfig,
     StepInput,
@@ -400,7 +400,8 @@ class Training:
             if self.falcon is not None:
                 result["quantiles"] = {key: steps[-1][key] for key in ("q", "u", "reward") if key in steps[-1]}
                 plot_quantiles(self.directory)
-            atomic.write_json(self.directory / CONFIG, {**self.record, "complete": True, "result": result})
+            done = {"complete": True, "outputs": checkpoint_digests(self.directory), "result": result}
+            atomic.write_json(self.directory / CONFIG, {**self.record, **done})
         self.group.wait()
         return result
 

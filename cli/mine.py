@@ -437,6 +437,6 @@ def export_command(
         for note in summary.notes:
             print(f"note: {note}")
         for line in summary.load.splitlines():
-            print(shown(line))
+            print(shown(line, 4000))
 
     emit(asdict(summary), as_json, render)

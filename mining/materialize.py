@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import io
 import json
-import tarfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from PIL import Image
 
 from fnpipe.mining.grouping import plan_epochs, read_plan
 from fnpipe.pipeline import atomic, lock
+from fnpipe.pipeline.decode import picture_ending
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
 from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.storage import read_ranges
+from fnpipe.pipeline.tar_writer import TarWriter
 from fnpipe.pipeline.workspace import Workspace
 
 _SAMPLES_PER_SHARD = 1000
-# Where Pillow's name of a format is not the ending that WebDataset's decoders know.
-_ENDINGS = {"jpeg": "jpg", "mpo": "jpg"}
 
 
 def materialize(workspace: Workspace, stage: Stage, directory: str | Path) -> int:
@@ -88,22 +85,11 @@ def _tar(workspace: Workspace, plan: pa.Table, pairs: pa.Table) -> bytes:
     urls = [workspace.tar(shard) for shard in pairs["shard"].to_pylist()]
     pictures = read_ranges(urls, pairs["image_offset"].to_numpy(), pairs["image_size"].to_numpy())
     buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.USTAR_FORMAT) as tar:
-        for row, caption, picture in zip(plan.to_pylist(), pairs["caption"].to_pylist(), pictures, strict=True):
-            key = f"{row['batch']:07d}-{row['slot']:05d}"
-            members = {_ending(picture): picture, "txt": caption.encode(), "json": _json(row)}
-            for ending, content in members.items():
-                member = tarfile.TarInfo(f"{key}.{ending}")
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+    tar = TarWriter(buffer)
+    for row, caption, picture in zip(plan.to_pylist(), pairs["caption"].to_pylist(), pictures, strict=True):
+        key = f"{row['batch']:07d}-{row['slot']:05d}"
+        tar.add(key, picture_ending(picture), picture)
+        tar.add(key, "txt", caption.encode())
+        tar.add(key, "json", json.dumps(row).encode())
+    tar.close()
     return buffer.getvalue()
-
-
-def _json(row: dict[str, Any]) -> bytes:
-    return json.dumps(row).encode()
-
-
-def _ending(picture: bytes) -> str:
-    with Image.open(io.BytesIO(picture)) as image:
-        name = str(image.format).lower()
-    return _ENDINGS.get(name, name)

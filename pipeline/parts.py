@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,8 +28,10 @@ from fnpipe.pipeline.decode import BadImage, ImageFacts, decode_rgb, inspect_ima
 from fnpipe.pipeline.images import ImageReader, ImageRequest
 from fnpipe.pipeline.packing import TablePacker, no_cycle_search
 from fnpipe.pipeline.storage import filesystem, is_remote
-from fnpipe.pipeline.tars import TarWriter
 from fnpipe.pipeline.workspace import PAIRS_SCHEMA
+
+if TYPE_CHECKING:
+    from fnpipe.pipeline.tar_writer import TarWriter
 
 # Where parts lie until the last pass has made tables of them.
 PARTS = "parts"
@@ -154,6 +156,9 @@ def _opened(directory: str, token: str) -> tuple[Job, pa.ipc.RecordBatchFileRead
 
 
 def _write_tar(shards: str, name: str, maker: _PartMaker) -> None:
+    # webdataset imports torch, which indexing in place has no use for.
+    from fnpipe.pipeline.tar_writer import TarWriter
+
     if is_remote(shards):
         # An upload appears at once and whole; its bytes are bounded by the shard.
         buffer = io.BytesIO()
@@ -271,9 +276,9 @@ class _PartMaker:
         else:
             key = f"{image.position:0{_KEY_DIGITS}d}"
             data, facts = _stored(data, facts, self._job.resize, self._job.max_pixels)
-            offset, size = tar.add(f"{key}.{facts.extension}", data), len(data)
-            tar.add(f"{key}.txt", captions[0].encode())
-            tar.add(f"{key}.json", self._description(image, captions, facts, digest.hexdigest()))
+            offset, size = tar.add(key, str(facts.extension), data), len(data)
+            tar.add(key, "txt", captions[0].encode())
+            tar.add(key, "json", self._description(image, captions, facts, digest.hexdigest()))
         rank = int.from_bytes(hashlib.sha256(self._seed + digest.digest()).digest()[:8], "big")
         source, hexdigest, name = self._job.names[image.source], digest.hexdigest(), image.request.image
         end = (facts.width, facts.height, hexdigest, offset, size, name, rank)

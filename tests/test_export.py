@@ -7,8 +7,6 @@ import io
 import json
 import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import datasets
@@ -18,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from other_packages import beside, run_script
 from PIL import Image
 from test_gallery import write_edges
 
@@ -30,7 +29,6 @@ from fnpipe.mining.export_records import ImageRecord, runs_of
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
 
-TRAINERS = Path(__file__).parent / "trainers"
 PANDAS_MISSING = ["null", "NA", "None", "nan", "N/A", "NaN", "NULL", "n/a", "<NA>"]
 
 
@@ -309,15 +307,6 @@ def test_push_uploads_the_folder_whose_card_loads_it_by_name(mined, tmp_path, mo
     assert str(tmp_path) not in card
 
 
-def trained(script: str, *arguments: str, path: str = "", cwd: Path) -> str:
-    """Run a script of ``tests/trainers`` elsewhere, and return what it printed."""
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    command = [sys.executable, str(TRAINERS / script), *arguments]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout + done.stderr
-
-
 @pytest.mark.slow
 def test_sentence_transformers_trains_on_pictures_from_another_directory(mined, tmp_path):
     pytest.importorskip("sentence_transformers")
@@ -325,7 +314,7 @@ def test_sentence_transformers_trains_on_pictures_from_another_directory(mined, 
     workspace, stage = mined
     export(workspace, stage, "sentence-transformers", tmp_path / "out")
     (tmp_path / "elsewhere").mkdir()
-    said = trained(
+    said = run_script(
         "train_sentence_transformers.py", str(tmp_path / "out"), str(tmp_path / "work"), cwd=tmp_path / "elsewhere"
     )
     result = json.loads(next(line for line in said.splitlines() if line.startswith('{"loss"')))
@@ -348,6 +337,46 @@ def test_open_clip_trains_on_the_csv_from_another_directory(file, mined, tmp_pat
     assert words[:3] == ["python", "-m", "open_clip_train.main"]
     arguments = words[3 : words.index("--model")]
     (tmp_path / "work").mkdir()
-    said = trained("train_open_clip.py", str(tmp_path / "work"), *arguments, "--batch-size", "2", cwd=tmp_path / "work")
+    said = run_script(
+        "train_open_clip.py", str(tmp_path / "work"), *arguments, "--batch-size", "2", cwd=tmp_path / "work"
+    )
     assert "Train Epoch: 0" in said
     assert "(100%)" in said
+
+
+@pytest.mark.slow
+def test_open_clip_trains_on_shards_by_the_webdataset_that_it_asks_for(make_workspace: MakeWorkspace, tmp_path):
+    pytest.importorskip("open_clip_train.main")
+    make_pairs = [{"image": f"{i}.png", "caption": f"caption {i}"} for i in range(8)]
+    for i in range(8):
+        (tmp_path / f"{i}.png").write_bytes(picture(i))
+    (tmp_path / "pairs.json").write_text(json.dumps(make_pairs))
+    assert run(["shard", str(tmp_path / "pairs.json"), str(tmp_path / "ws"), "--images-per-shard", "4"]) == 0
+    arguments = ["--dataset-type", "webdataset", "--train-data", str(tmp_path / "ws/shards/{00000..00001}.tar")]
+    said = run_script(
+        "train_open_clip.py",
+        str(tmp_path),
+        *arguments,
+        *["--train-num-samples", "8", "--batch-size", "4"],
+        cwd=tmp_path,
+        path=beside("webdataset==0.2.86", "braceexpand"),
+    )
+    assert "(100%)" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", ["3.6.0"])
+@pytest.mark.parametrize(("form", "name"), [("hf", "default"), ("sentence-transformers", "triplets")])
+def test_an_older_datasets_loads_it(version, form, name, mined, tmp_path):
+    workspace, stage = mined
+    export(workspace, stage, form, tmp_path / "out")
+    where = [str(tmp_path / "out"), name, str(tmp_path / "cache")]
+    said = run_script("load_dataset.py", *where, cwd=tmp_path, path=beside(f"datasets=={version}"))
+    found = json.loads(next(line for line in said.splitlines() if line.startswith('{"version"')))
+    assert found["version"] == version
+    first = found["first"]
+    if form == "hf":
+        assert first["captions"] == ["a dog, red", "a cat", "a bird"]
+        assert first["image"] == list(flat_colour(0))
+    else:
+        assert first == {"anchor": list(flat_colour(0)), "positive": "a dog, red", "negative": "a fish"}

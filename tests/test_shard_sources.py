@@ -31,7 +31,7 @@ from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.samples import index_tar
 from fnpipe.pipeline.sources.source import ReadOptions, Tools
 from fnpipe.pipeline.sources.splits import rows_of_split
-from fnpipe.pipeline.tars import TarWriter
+from fnpipe.pipeline.tar_writer import TarWriter
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -319,7 +319,7 @@ def tar_bytes(members: list[tuple[str, bytes]], form: int = tarfile.PAX_FORMAT) 
 def test_tarfile_reads_what_the_writer_wrote(contents: list[bytes]):
     out = io.BytesIO()
     writer = TarWriter(out)
-    offsets = [writer.add(f"{i:08d}.txt", data) for i, data in enumerate(contents)]
+    offsets = [writer.add(f"{i:08d}", "txt", data) for i, data in enumerate(contents)]
     writer.close()
     data = out.getvalue()
     assert len(data) % 10240 == 0

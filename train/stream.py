@@ -4,15 +4,35 @@ from __future__ import annotations
 
 import json
 import tarfile
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import IO, Any
 
 import fsspec
+import webdataset
+from webdataset.gopen import gopen_schemes
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.stage import Stage
 
 _HEADER = 512
+# Beside a picture in its sample.
+_NO_PICTURES = ("txt", "json")
+# webdataset opens local paths itself; everything else through the file system that lists the shards.
+_SCHEME = "fsspec"
+
+
+def _open_remote(url: str, mode: str = "rb", bufsize: int = 8192, **_: Any) -> IO[bytes]:
+    file: IO[bytes] = fsspec.open(url.removeprefix(f"{_SCHEME}:"), mode).open()
+    return file
+
+
+gopen_schemes[_SCHEME] = _open_remote
+
+
+def _every_node(urls: Iterable[Any]) -> Iterable[Any]:
+    """Gives every process all shards: a rank takes its batches by their numbers."""
+    return urls
 
 
 class MaterializedPictures:
@@ -64,17 +84,12 @@ class MaterializedPictures:
         number = next(wanted, None)
         if number is None:
             return
-        shards = self.shards(epoch)
-        firsts = [*(self._first_batch(shard) for shard in shards[1:]), None]
-        for shard, next_first in zip(shards, firsts, strict=True):
-            if next_first is not None and next_first <= number:
-                continue
-            for batch, pictures in self._read(shard):
-                if batch == number:
-                    yield pictures
-                    number = next(wanted, None)
-                    if number is None:
-                        return
+        for batch, pictures in self._read(self._from_batch(self.shards(epoch), number)):
+            if batch == number:
+                yield pictures
+                number = next(wanted, None)
+                if number is None:
+                    return
         raise InputError(f"{self.directory}: epoch {epoch % self.epochs} has no batch {number}; materialize it again")
 
     def damaged(self, epoch: int, number: int, found: int, planned: int) -> InputError:
@@ -83,6 +98,13 @@ class MaterializedPictures:
             f"{self.directory}: epoch {epoch % self.epochs}, batch {number} holds {found} pictures, {planned} are "
             "planned; materialize it again"
         )
+
+    def _from_batch(self, shards: list[str], number: int) -> list[str]:
+        """The shards without those that end before a batch."""
+        for i, shard in enumerate(shards[1:]):
+            if self._first_batch(shard) > number:
+                return shards[i:]
+        return shards[-1:]
 
     def _first_batch(self, shard: str) -> int:
         with self.fs.open(shard, "rb") as file:
@@ -94,23 +116,27 @@ class MaterializedPictures:
             raise InputError(f"{shard}: damaged (it holds a member {name[:40]!r}); materialize the plan again")
         return int(batch)
 
-    def _read(self, shard: str) -> Iterator[tuple[int, list[bytes]]]:
+    def _url(self, path: str) -> str:
+        url = str(self.fs.unstrip_protocol(path))
+        return path if url.startswith("file://") else f"{_SCHEME}:{url}"
+
+    def _read(self, shards: list[str]) -> Iterator[tuple[int, list[bytes]]]:
         """Batch by batch: its number and its pictures."""
-        current, pictures = None, []
+        shard = shards[0]
+
+        def numbered() -> Iterator[tuple[int, bytes]]:
+            nonlocal shard
+            urls = [self._url(path) for path in shards]
+            for sample in webdataset.WebDataset(urls, shardshuffle=False, nodesplitter=_every_node):
+                shard = sample["__url__"]
+                pictures = [sample[key] for key in sample if key[:2] != "__" and key not in _NO_PICTURES]
+                for picture in pictures:
+                    yield self._batch_of(shard, sample["__key__"]), picture
+
         try:
-            with self.fs.open(shard, "rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
-                for member in tar:
-                    if member.name.endswith((".txt", ".json")):
-                        continue
-                    batch = self._batch_of(shard, member.name)
-                    if current is not None and batch != current:
-                        yield current, pictures
-                        pictures = []
-                    current = batch
-                    content = tar.extractfile(member)
-                    assert content is not None
-                    pictures.append(content.read())
-        except tarfile.TarError as error:
-            raise InputError(f"{shard}: damaged ({error}); materialize the plan again") from None
-        if current is not None:
-            yield current, pictures
+            for batch, rows in groupby(numbered(), key=lambda row: row[0]):
+                yield batch, [picture for _, picture in rows]
+        except (tarfile.TarError, ValueError) as error:
+            # webdataset adds the file it was at to what it raises.
+            place = error.args[-1] if len(error.args) > 1 else shard
+            raise InputError(f"{place}: damaged ({error.args[0]}); materialize the plan again") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from fnpipe.pipeline.stage import LOCK
 from fnpipe.pipeline.storage import is_remote, local_path
 from fnpipe.pipeline.workspace import MANIFEST, read_manifest
 
+# A file of the Hub at one revision, which never changes.
+_PINNED = re.compile(r"hf://datasets/[^@]+@[0-9a-f]{40}/")
 # What a sharding lays down beside its manifest; none of it may be somebody else's.
 _OUTPUTS = ("shards", "pairs", "images", PARTS, "quarantine.parquet", SHUFFLED)
 
@@ -130,6 +133,8 @@ def describe_input(path: str) -> dict[str, Any]:
 def inputs_unchanged(inputs: list[dict[str, Any]]) -> bool:
     """Whether every input is as it was; one that is gone cannot contradict what was made of it."""
     for known in inputs:
+        if _PINNED.match(known["path"]):
+            continue
         if "size" not in known:  # in remote storage
             return False
         if os.path.exists(known["path"]) and describe_input(known["path"]) != known:

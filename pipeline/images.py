@@ -128,6 +128,8 @@ class ImageReader:
         return os.path.commonpath([real, self._real]) == self._real
 
     def _read_remote(self, images: list[str]) -> list[bytes | BadImage]:
+        if not images:
+            return []
         found = self._read_remote_named(images)
         for i, image in enumerate(images):
             for other in other_forms(image):

@@ -28,6 +28,7 @@ from fnpipe.pipeline.planning import Plan, read_sources
 from fnpipe.pipeline.progress import progress
 from fnpipe.pipeline.sharded_tars import describe_in_place
 from fnpipe.pipeline.sources.files import absolute
+from fnpipe.pipeline.sources.hf import pin
 from fnpipe.pipeline.sources.opening import open_sources
 from fnpipe.pipeline.sources.source import ReadOptions, Source
 from fnpipe.pipeline.sources.texts import require_way
@@ -168,6 +169,7 @@ def _run(
 ) -> dict[str, Any]:
     """Read, cut, make and finish; ``before`` is the manifest that an earlier run left, or empty."""
     parts = root / PARTS
+    _pin(sources, before, begun)
     preload = PRELOAD if config.in_place else PRELOAD_TO_WRITE
     with Workers(config.workers or available_cpus(), preload) as workers:
         plan = read_sources(sources, config.read_options(), workers, parts / "spool", in_place=config.in_place)
@@ -198,6 +200,15 @@ def _run(
     atomic.write_json(root / MANIFEST, manifest)
     shutil.rmtree(parts)
     return manifest
+
+
+def _pin(sources: list[Source], before: dict[str, Any], begun: dict[str, Any]) -> None:
+    """Settle which revisions are read of sources that have them: those that the run began with."""
+    for number, source in enumerate(sources):
+        source.revision = before["sources"][number].get("revision") if before else None
+        pin(source)
+        if source.revision is not None:
+            begun["sources"][number]["revision"] = source.revision
 
 
 def _job(root: Path, sources: list[Source], config: ShardConfig) -> Job:

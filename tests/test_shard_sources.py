@@ -288,7 +288,7 @@ def test_a_data_set_folder_of_the_hub_is_read_with_its_splits(tmp_path: Path):
             {"image": [{"bytes": png(flat_colour(i)), "path": f"{i}.png"} for i in range(n)], "text": ["x"] * n}
         )
         pq.write_table(table, tmp_path / "set" / "data" / f"{name}.parquet")
-    assert [row["split"] for row in read_rows(tmp_path / "set", "hf")] == ["test", "train", "train", "train"]
+    assert [row["split"] for row in read_rows(tmp_path / "set", "hf")] == ["train", "train", "train", "test"]
     assert len(read_rows(tmp_path / "set", split="test")) == 1
     with pytest.raises(InputError, match="no split 'val'"):
         read_rows(tmp_path / "set", split="val")

@@ -164,8 +164,9 @@ def _is_binary(kind: pa.DataType) -> bool:
 class Spool:
     """Appends images to a file, for sources that cannot be read at random where they lie."""
 
-    def __init__(self, out: IO[bytes]) -> None:
+    def __init__(self, out: IO[bytes], number: int = 0) -> None:
         self._out = out
+        self._number = number
         self._offset = 0
 
     def __call__(self, blobs: pa.Array) -> tuple[int, np.ndarray, np.ndarray]:
@@ -176,7 +177,7 @@ class Spool:
                 sizes[i] = len(blob)
         offsets = self._offset + np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
         self._offset += int(sizes.sum())
-        return 0, offsets[: len(sizes)], sizes
+        return self._number, offsets[: len(sizes)], sizes
 
 
 def _buffers(blobs: pa.Array) -> Iterable[Any]:

@@ -18,6 +18,9 @@ from typing import IO, Any, cast
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.storage import filesystem, is_remote, local_path
 
+HUB = "hf:"
+"""Begins the name of a data set on the Hugging Face Hub, hf:OWNER/NAME or hf:OWNER/NAME:CONFIGURATION."""
+
 _UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _GZIP_MARK = b"\x1f\x8b"
 _BRACES = re.compile(r"\{([^{}]*)\}")
@@ -184,8 +187,8 @@ def common_folder(paths: Sequence[str]) -> str:
 
 
 def absolute(path: str) -> str:
-    """A local path from the root on; a URL as it is."""
-    return path if is_remote(path) else os.path.abspath(local_path(path))
+    """A local path from the root on; a URL, or a name on the Hub, as it is."""
+    return path if is_remote(path) or path.startswith(HUB) else os.path.abspath(local_path(path))
 
 
 def composed(name: str) -> str:

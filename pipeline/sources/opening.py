@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.sources.coco import read_coco
-from fnpipe.pipeline.sources.files import exists, expand_braces, is_directory, open_unpacked, peek, walk
+from fnpipe.pipeline.sources.files import HUB, exists, expand_braces, is_directory, open_unpacked, peek, walk
 from fnpipe.pipeline.sources.folder import metadata_files, read_folder
-from fnpipe.pipeline.sources.hf import is_saved_dataset, read_hf
+from fnpipe.pipeline.sources.hf import has_configurations, is_saved_dataset, read_hf
 from fnpipe.pipeline.sources.json_rows import read_json, sniff_json
 from fnpipe.pipeline.sources.parquet import parquet_members, read_parquet
 from fnpipe.pipeline.sources.source import Reader, Source
@@ -77,6 +77,10 @@ def source_names(paths: Sequence[str]) -> list[str]:
 
 
 def _open(path: str, name: str, form: str) -> Source:
+    if path.startswith(HUB):
+        if form not in ("auto", "hf"):
+            raise InputError(f"{path}: a data set on the Hub, which --format {form} cannot be; leave it out")
+        return Source(path, name, "hf")
     # A file that is there is taken by its name, before any pattern in it is looked at.
     if exists(path):
         if is_directory(path):
@@ -106,7 +110,7 @@ def _open_directory(path: str, name: str, form: str) -> Source:
 
 
 def _directory_form(path: str) -> str:
-    if is_saved_dataset(path):
+    if is_saved_dataset(path) or has_configurations(path):
         return "hf"
     if metadata_files(path):
         return "folder"

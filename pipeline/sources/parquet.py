@@ -34,7 +34,7 @@ from fnpipe.pipeline.sources.source import (
     Tools,
     choose_field,
 )
-from fnpipe.pipeline.sources.splits import SPLIT_COLUMN, RowSplits, conflict_notes, named_splits, of_split
+from fnpipe.pipeline.sources.splits import SPLIT_COLUMN, RowSplits, conflict_notes, member_splits, of_split
 
 _BATCH_ROWS = 256
 _BATCH_BYTES = 64 << 20
@@ -61,13 +61,12 @@ def read_parquet(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tool
     """Read every member; embedded images are copied to the spool, since they will be read in another order."""
     folder = source.path if is_directory(source.path) else common_folder(source.members)
     source.root = how.image_root or folder
-    splits = named_splits([_below(member, folder) for member in source.members])
-    source.say(splits.notes)
+    splits = member_splits(source, folder)
     if how.split is not None and not any(map(_has_split_column, source.members)):
-        chosen = of_split(source.path, list(splits.of.values()), how.split)
+        chosen = of_split(source.path, list(splits.values()), how.split)
         source.members = list(compress(source.members, chosen))
     source.inputs += source.members
-    read = partial(_read, how=how, spool=str(tools.spool), folder=folder, splits=splits.of)
+    read = partial(_read, how=how, spool=str(tools.spool), folder=folder, splits=splits)
     conflicts = 0
     for member, part in zip(source.members, tools.map(read, source.members), strict=True):
         if not len(part.table):
@@ -108,7 +107,7 @@ def _read(member: str, *, how: ReadOptions, spool: str, folder: str, splits: dic
         kind = parquet.schema_arrow.field(image).type
         require_image_type(f"{member}: column {image!r}", kind)
         name = _below(member, folder)
-        reader = _Reader(parquet, RowBuilder(0), image, caption, member, name, RowSplits(splits[name]))
+        reader = _Reader(parquet, RowBuilder(0), image, caption, member, name, RowSplits(splits[member]))
         if not is_embedded(kind):
             reader.add_rows(_nowhere)
             return ReadPart(reader.rows.table(), "", reader.splits.conflicts)

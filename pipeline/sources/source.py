@@ -45,6 +45,7 @@ class Source:
         root: what image paths are relative to, and must not leave.
         files: the files that hold embedded images; rows refer to them by number.
         inputs: every file whose content became rows.
+        splits: the split of each member, where more than their names tells it. revision: of a data set on the Hub.
         notes: facts worth a line in the summary that are no rows (pictures that nothing mentions, empty parts).
     """
 
@@ -55,6 +56,8 @@ class Source:
     root: str = "."
     files: list[str] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
+    splits: dict[str, str | None] | None = None
+    revision: str | None = None
     notes: list[str] = field(default_factory=list)
 
     def say(self, notes: Iterable[str]) -> None:

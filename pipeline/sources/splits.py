@@ -18,6 +18,7 @@ import pyarrow.compute as pc
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.sources.files import composed
+from fnpipe.pipeline.sources.source import Source
 
 SPLIT_COLUMN = "split"
 TRAIN = "train"
@@ -143,6 +144,16 @@ def conflict_notes(conflicts: int) -> list[str]:
     if not conflicts:
         return []
     return [f"{conflicts:,} rows have another split in their column {SPLIT_COLUMN!r} than by name; the column counts"]
+
+
+def member_splits(source: Source, folder: str) -> dict[str, str | None]:
+    """The split of each member of a source: as it was told, or by the member's name below ``folder``."""
+    if source.splits is not None:
+        return source.splits
+    below = {member: member.removeprefix(folder.rstrip("/") + "/") for member in source.members}
+    found = named_splits(list(below.values()))
+    source.say(found.notes)
+    return {member: found.of[name] for member, name in below.items()}
 
 
 def split_of_file(path: str) -> str | None:

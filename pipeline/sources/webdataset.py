@@ -34,7 +34,7 @@ from fnpipe.pipeline.sources.files import (
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.samples import Sample, TarIndex, index_tar
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
-from fnpipe.pipeline.sources.splits import named_splits, of_split
+from fnpipe.pipeline.sources.splits import member_splits, of_split
 
 TAR_NAMES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _UNPACKERS: dict[bytes, Callable[[Any], Any]] = {
@@ -73,9 +73,8 @@ def tar_members(path: str) -> list[str]:
 def read_webdataset(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) -> None:
     """Index every tar of the source; samples become rows, damage becomes rows that are quarantined."""
     prefix = common_folder(source.members)
-    splits = named_splits([member[len(prefix) :] for member in source.members])
-    source.say(splits.notes)
-    chosen = of_split(source.path, list(splits.of.values()), how.split)
+    splits = member_splits(source, prefix)
+    chosen = of_split(source.path, list(splits.values()), how.split)
     source.members = list(compress(source.members, chosen))
     source.inputs += source.members
     index = partial(_index, field=json_field(how), prefix=prefix, spool=str(tools.spool))
@@ -87,7 +86,7 @@ def read_webdataset(source: Source, how: ReadOptions, rows: RowBuilder, tools: T
         if not len(tar.table):
             source.say([f"{path} holds no samples"])
         source.files.append(tar.file)
-        rows.add_table(_placed(tar.table, number, splits.of[path[len(prefix) :]]))
+        rows.add_table(_placed(tar.table, number, splits[path]))
 
 
 def json_field(how: ReadOptions) -> str | None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fnpipe.mining.compiled import compiled
-from fnpipe.mining.edges import edge_parts, read_part
+from fnpipe.mining.edges import EdgesInfo, edge_parts, read_part
 from fnpipe.mining.members import Members
 from fnpipe.mining.records import Identity
 from fnpipe.pipeline.stage import Stage
@@ -105,12 +105,12 @@ class KnownMatches(NamedTuple):
     """Combinations that are known to match.
 
     Attributes:
-        image_ids, pair_ids: (m,) integers, of edges. identity: the rule that needs no judging; None: left out.
+        image_ids, pair_ids: (m,) integers, of edges. identity: the rule that needs no judging.
     """
 
     image_ids: np.ndarray
     pair_ids: np.ndarray
-    identity: Identity | None
+    identity: Identity
 
     @classmethod
     def of(cls, edges: Stage, above: float) -> KnownMatches:
@@ -122,7 +122,8 @@ class KnownMatches(NamedTuple):
             matching = part["match_probability"].to_numpy() > np.float32(above)
             found.append([part[name].to_numpy()[matching].astype(kind) for name in ("image_id", "pair_id")])
         images, pairs = zip(*found, strict=True) if found else ([np.empty(0, kind)], [np.empty(0, kind)])
-        return cls(np.concatenate(images), np.concatenate(pairs), Identity.of(edges.workspace))
+        identity = Identity.of(edges.workspace, EdgesInfo.read(edges).identity_bound)
+        return cls(np.concatenate(images), np.concatenate(pairs), identity)
 
     def conflicts(self, members: Members, pair_ids: np.ndarray) -> Conflicts:
         """The conflicts of an epoch between the rows of ``members.images``, whose captions are (m,) ``pair_ids``."""
@@ -133,9 +134,8 @@ class KnownMatches(NamedTuple):
         left, right = _rows_of(row_of_image, self.image_ids), _rows_of(row_of_pair, self.pair_ids)
         here = (left >= 0) & (right >= 0)
         left, right = left[here], right[here]
-        if self.identity is not None:
-            same = identical_rows(self.identity, members.images, pair_ids)
-            left, right = np.concatenate([left, same[0]]), np.concatenate([right, same[1]])
+        same = identical_rows(self.identity, members.images, pair_ids)
+        left, right = np.concatenate([left, same[0]]), np.concatenate([right, same[1]])
         return conflicts_between(left, right, len(members.images))
 
 

@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 
 from fnpipe.mining.chain import chain, grit_order
 from fnpipe.mining.conflicts import Conflicts, KnownMatches, conflicts_among, count_forced, no_conflicts, repair
+from fnpipe.mining.edges import EdgesInfo
 from fnpipe.mining.graph import Graph
 from fnpipe.mining.members import Members, read_members
 from fnpipe.mining.quantile import quantile_order
@@ -209,7 +210,7 @@ def _avoid_above(config: GroupConfig, edges: Stage | None) -> float:
     """The probability above which edges are avoided: the one asked for, or below which they are labelled negative."""
     if config.avoid_above is not None or edges is None:
         return config.avoid_above or 0.0
-    return float(edges.require()["tau_low"])
+    return EdgesInfo.read(edges).tau_low
 
 
 def _steps(stage: Stage, config: GroupConfig) -> dict[str, int]:

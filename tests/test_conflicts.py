@@ -276,7 +276,7 @@ def test_identical_rows_are_those_that_the_rule_matches(seed):
     n = int(rng.integers(1, 20))
     pictures, captions = rng.integers(0, min(n, 6), (2, n))
     keys = np.unique(pictures * n + captions)
-    identity = Identity(pictures.astype(np.int64), captions.astype(np.int64), keys)
+    identity = Identity(pictures.astype(np.int64), captions.astype(np.int64), keys, 20, (0, 0))
     rows = np.sort(rng.choice(n, int(rng.integers(1, n + 1)), replace=False))
     left, right = identical_rows(identity, rows, rows)
     expected = {

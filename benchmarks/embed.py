@@ -34,8 +34,9 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from fnpipe.pipeline.decode import decode_rgb
+from fnpipe.pipeline.device import pick_precision
 from fnpipe.pipeline.embed import EmbedConfig, embed
-from fnpipe.pipeline.encoders import load_open_clip, pick_precision
+from fnpipe.pipeline.encoders import load_open_clip
 from fnpipe.pipeline.shard import ShardConfig, shard
 from fnpipe.pipeline.transform import Transform
 from fnpipe.pipeline.workspace import Workspace

@@ -10,14 +10,33 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperCommand
 
+from fnpipe.cli.given import check_given
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.shown import shown
 
-app = typer.Typer(
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class _Command(TyperCommand):
+    """A command that looks at what it is given before it begins, and so before torch is loaded."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        check_given(self.params, ctx.params)
+        return rest
+
+
+class _Commands(typer.Typer):
+    def command(self, name: str | None = None, **options: Any) -> Callable[[_Function], _Function]:
+        return super().command(name, **{"cls": _Command, **options})
+
+
+app = _Commands(
     name="fnpipe",
     help="Find the false negatives in image-text data, and train vision-language models with them.",
     add_completion=False,
@@ -109,7 +128,9 @@ def _fail_on_file(error: OSError, arguments: list[str]) -> int:
     if error.errno in _MACHINE:
         _fail(f"{what}; what is finished is kept: put it right and run the same command again")
         return 1
-    if error.errno is None or (isinstance(error, _PATH_ERRORS) and _is_named(name or what, arguments)):
+    if error.errno in (None, errno.ENAMETOOLONG) or (
+        isinstance(error, _PATH_ERRORS) and _is_named(name or what, arguments)
+    ):
         return _fail(f"{what}; check the path and the files below it")
     # Nobody but the program asked for this file.
     ours = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _module(frame).startswith("fnpipe.")]

@@ -32,7 +32,9 @@ def embed_command(
     batch_size: Annotated[
         int | None, typer.Option(help="Pictures per batch; default 32 on a CPU, 512 on a GPU.")
     ] = None,
-    precision: Annotated[str, typer.Option(help="auto, fp32, bf16 or fp16.")] = "auto",
+    precision: Annotated[
+        str, typer.Option(help="auto, fp32, bf16 or fp16; of run:NAME and demo auto is fp32.")
+    ] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads the encoder computes with on a CPU.")] = None,
     workers: Annotated[
@@ -55,21 +57,29 @@ def embed_command(
 
     Example: fnpipe embed work --model ViT-B-32 --pretrained laion2b_s34b_b79k --name clip
     """
-    from fnpipe.pipeline.embed import EmbedConfig, embed
-    from fnpipe.pipeline.embed_ray import embed_on_ray
     from fnpipe.pipeline.workspace import Workspace
 
     opened = Workspace.open(workspace)
+    from fnpipe.pipeline.embed import EmbedConfig, embed  # torch loads here
+    from fnpipe.pipeline.embed_ray import embed_on_ray
+
     config = EmbedConfig(name=name, batch_size=batch_size, threads=threads, workers=workers, overwrite=overwrite)
     if import_ is not None:
-        _import(opened, import_, model, config, as_json)
+        useless = {"--model": model, "--pretrained": pretrained, "--ray-address": ray_address}
+        useless |= {"--engine": engine if engine != "local" else None}
+        useless |= {"--precision": precision if precision != "auto" else None}
+        _refuse(useless, "--import brings finished vectors")
+        _import(opened, import_, config, as_json)
         return
     if model is not None and _is_adapter(model, opened):
-        summary = _embed_adapted(opened, model, config, engine, device)
+        useless = {"--pretrained": pretrained, "--engine": engine if engine != "local" else None}
+        useless |= {"--precision": precision if precision not in ("auto", "fp32") else None}
+        _refuse(useless, f"--model {model} turns stored embeddings, in fp32 on this machine")
+        summary = _embed_adapted(opened, model, config, device)
         emit(summary.as_json(), as_json, partial(_render, summary))
         return
     make_encoder = partial(load_encoder, _required(model), opened.root.absolute(), pretrained, device, precision)
-    if _checked(engine) == "ray":
+    if engine == "ray":
         summary = embed_on_ray(
             opened,
             make_encoder,
@@ -82,11 +92,16 @@ def embed_command(
     emit(summary.as_json(), as_json, partial(_render, summary))
 
 
-def _import(workspace: Workspace, directory: str, model: str | None, config: EmbedConfig, as_json: bool) -> None:
+def _refuse(useless: dict[str, str | None], why: str) -> None:
+    """Refuse flags that were given and would change nothing."""
+    given = [f"{flag} {value}" for flag, value in useless.items() if value is not None]
+    if given:
+        raise InputError(f"{why}; leave {' and '.join(given)} out")
+
+
+def _import(workspace: Workspace, directory: str, config: EmbedConfig, as_json: bool) -> None:
     from fnpipe.pipeline.clip_retrieval import import_embeddings
 
-    if model is not None:
-        raise InputError(f"--import brings finished vectors; leave --model {model} out")
     imported = import_embeddings(workspace, directory, config)
     emit(imported.as_json(), as_json, partial(_render_import, imported))
 
@@ -99,12 +114,10 @@ def _is_adapter(model: str, workspace: Workspace) -> bool:
     return is_adapter(model, workspace)
 
 
-def _embed_adapted(workspace: Workspace, model: str, config: EmbedConfig, engine: str, device: str) -> EmbedSummary:
-    from fnpipe.pipeline.encoders import pick_device
+def _embed_adapted(workspace: Workspace, model: str, config: EmbedConfig, device: str) -> EmbedSummary:
+    from fnpipe.pipeline.device import pick_device
     from fnpipe.train.adapted import embed_adapted
 
-    if _checked(engine) == "ray":
-        raise InputError(f"--model {model} turns stored embeddings, on this machine; leave --engine ray out")
     return embed_adapted(workspace, model, config, device=pick_device(device))
 
 
@@ -112,18 +125,17 @@ def load_encoder(
     model: str, workspace: Path, pretrained: str | None = None, device: str = "auto", precision: str = "auto"
 ) -> Encoder:
     """The encoder that a ``--model`` names: ``run:NAME`` of the workspace, ``demo``, or an open_clip model."""
-    from fnpipe.pipeline.encoders import load_open_clip, pick_device
+    from fnpipe.pipeline.device import pick_device
+    from fnpipe.pipeline.encoders import load_open_clip
 
     if model != "demo" and not model.startswith("run:"):
         return load_open_clip(model, pretrained, device, precision)
     if pretrained:
         raise InputError(f"--model {model} brings its own weights; leave --pretrained {pretrained} out")
-    if precision not in ("auto", "fp32"):
-        raise InputError(f"--model {model} is embedded in fp32; leave --precision {precision} out")
     from fnpipe.pipeline.workspace import Workspace
     from fnpipe.train.encoder import load_encoder as load_own
 
-    return load_own(model, Workspace.open(workspace), pick_device(device))
+    return load_own(model, Workspace.open(workspace), pick_device(device), precision)
 
 
 def _required(model: str | None) -> str:
@@ -133,12 +145,6 @@ def _required(model: str | None) -> str:
             "or take over vectors with --import DIR"
         )
     return model
-
-
-def _checked(engine: str) -> str:
-    if engine not in ("local", "ray"):
-        raise InputError(f"--engine {engine}: give local or ray")
-    return engine
 
 
 def _render(summary: EmbedSummary) -> None:

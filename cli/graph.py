@@ -43,8 +43,10 @@ def build_graph_command(
 
     Example: fnpipe build-graph WORKSPACE --k 32
     """
-    from fnpipe.mining.graph import GraphConfig, build_graph
     from fnpipe.pipeline.workspace import Workspace
+
+    opened = Workspace.open(workspace)
+    from fnpipe.mining.graph import GraphConfig, build_graph  # torch loads here
 
     config = GraphConfig(
         embeddings=embeddings,
@@ -58,7 +60,7 @@ def build_graph_command(
         ray_address=ray_address,
         overwrite=overwrite,
     )
-    summary = build_graph(Workspace.open(workspace), config)
+    summary = build_graph(opened, config)
 
     def render() -> None:
         of = f"{summary.images:,} images and {summary.pairs:,} pairs"
@@ -107,9 +109,11 @@ def group_command(
 
     Example: fnpipe group WORKSPACE --sampling grit --batch-size 96 --search-space all --epochs 4
     """
-    from fnpipe.mining.grouping import GroupConfig, group, parse_search_space
-    from fnpipe.mining.materialize import materialize
     from fnpipe.pipeline.workspace import Workspace
+
+    opened = Workspace.open(workspace)
+    from fnpipe.mining.grouping import GroupConfig, group, parse_search_space  # torch loads here
+    from fnpipe.mining.materialize import materialize
 
     config = GroupConfig(
         sampling=sampling,
@@ -125,7 +129,6 @@ def group_command(
         avoid_above=avoid_above,
         overwrite=overwrite,
     )
-    opened = Workspace.open(workspace)
     summary = group(opened, config)
     shards = materialize(opened, opened.stage(f"groups/{summary.groups}"), materialize_into) if materialize_into else 0
 
@@ -179,22 +182,23 @@ def audit_command(
 
     Example: fnpipe audit WORKSPACE --truth truth.parquet --plot audit.html
     """
-    from fnpipe.cli.mine import embeddings_for, load_discriminator
-    from fnpipe.mining.audit import AuditConfig, audit, discriminator_judge
-    from fnpipe.mining.audit_plot import check_plot_path, label, write_plot
-    from fnpipe.mining.grouping import parse_search_space
-    from fnpipe.mining.inputs import MineConfig
-    from fnpipe.mining.truth import Truth
     from fnpipe.pipeline.errors import InputError
     from fnpipe.pipeline.workspace import Workspace
 
     if tau_high is not None and not discriminator:
         raise InputError(f"--tau-high {tau_high:g} cuts a discriminator's p; name one with --discriminator")
+    opened = Workspace.open(workspace)
+    from fnpipe.cli.mine import embeddings_for, load_discriminator
+    from fnpipe.mining.audit import AuditConfig, audit, discriminator_judge  # torch loads here
+    from fnpipe.mining.audit_plot import check_plot_path, label, write_plot
+    from fnpipe.mining.grouping import parse_search_space
+    from fnpipe.mining.inputs import MineConfig
+    from fnpipe.mining.truth import Truth
+
     tau_high = MineConfig.tau_high if tau_high is None else tau_high
     spaces = tuple(parse_search_space(space) for space in search_space) if search_space else None
     config = AuditConfig(embeddings=embeddings, batch_size=batch_size, search_spaces=spaces, batches=batches, seed=seed)
     plot_path = check_plot_path(plot) if plot else None
-    opened = Workspace.open(workspace)
     if discriminator:
         embeddings = embeddings_for(discriminator, opened, embeddings)
         config = replace(config, embeddings=embeddings)

@@ -97,9 +97,15 @@ def mine_connections_command(
 
     Example: fnpipe mine-connections work --discriminator itm:con-d --groups grit-1920 --candidates 8
     """
-    from fnpipe.mining.connections import MineConfig, mine_connections
-    from fnpipe.mining.forecast import plan_mining
     from fnpipe.pipeline.workspace import Workspace
+
+    kind = discriminator.partition(":")[0]
+    if calibrate_on is not None and kind not in UNCALIBRATED:
+        raise InputError(f"--calibrate-on fits clip and vacsr; {discriminator} brings its own probabilities")
+    thresholds = _thresholds(tau_low, tau_high, positive_share)
+    opened = Workspace.open(workspace)
+    from fnpipe.mining.connections import MineConfig, mine_connections  # torch loads here
+    from fnpipe.mining.forecast import plan_mining
 
     config = MineConfig(
         candidates=candidates,
@@ -116,12 +122,8 @@ def mine_connections_command(
         ray_address=ray_address,
         name=name,
         overwrite=overwrite,
-        **_thresholds(tau_low, tau_high, positive_share),
+        **thresholds,
     )
-    opened = Workspace.open(workspace)
-    kind = discriminator.partition(":")[0]
-    if calibrate_on is not None and kind not in UNCALIBRATED:
-        raise InputError(f"--calibrate-on fits clip and vacsr; {discriminator} brings its own probabilities")
     config = replace(config, embeddings=embeddings_for(discriminator, opened, embeddings))
     con_d = load_discriminator(discriminator, opened, config, calibrate_on, device, precision)
     if plan:
@@ -164,12 +166,12 @@ def load_discriminator(
     if kind == "clip":
         return _load_clip(workspace, config, calibrate_on)
     if kind == "itm":
-        from fnpipe.pipeline.encoders import pick_device
+        from fnpipe.pipeline.device import pick_device
         from fnpipe.train.con_d import load_discriminator as load_itm
 
         return load_itm(spec, workspace, pick_device(device), precision)
     if kind == "vacsr":
-        from fnpipe.pipeline.encoders import pick_device
+        from fnpipe.pipeline.device import pick_device
         from fnpipe.train.vacsr_con_d import load_vacsr
 
         con_d = load_vacsr(spec, workspace, config.embeddings, pick_device(device))

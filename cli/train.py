@@ -160,11 +160,12 @@ def evaluate_command(
     if coco_captions is not None and not eccv:
         raise InputError("--coco-captions goes with --eccv")
 
-    from fnpipe.mining.truth import Truth
     from fnpipe.pipeline.workspace import Workspace
-    from fnpipe.train.evaluate import read_queries
 
     opened = Workspace.open(workspace)
+    from fnpipe.mining.truth import Truth
+    from fnpipe.train.evaluate import read_queries  # torch loads here
+
     known = Truth.read(truth, opened) if truth is not None else None
     measure, matched = None, {}
     if eccv:
@@ -214,10 +215,12 @@ def export_model_command(
     from dataclasses import asdict
 
     from fnpipe.pipeline.workspace import Workspace
-    from fnpipe.train.export import export_model
+
+    opened = Workspace.open(workspace)
+    from fnpipe.train.export import export_model  # torch loads here
     from fnpipe.train.runs import find_run, load_run
 
-    exported = export_model(load_run(find_run(Workspace.open(workspace), run), checkpoint), directory)
+    exported = export_model(load_run(find_run(opened, run), checkpoint), directory)
     summary = {"run": run, **asdict(exported)}
     emit(summary, json_, lambda: _print_exported(summary))
 

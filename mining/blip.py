@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from fnpipe.pipeline.encoders import PRECISIONS, digest_weights, pick_device, pick_precision
+from fnpipe.pipeline.device import dtype_of, pick_device, pick_precision
+from fnpipe.pipeline.encoders import digest_weights
 from fnpipe.pipeline.errors import InputError
 
 # Keys and values of a picture are large (42 MB in BLIP base at 384 px, fp32): so many pictures hold them at a time.
@@ -162,7 +163,7 @@ def load_blip(model: str, device: str = "auto", precision: str = "auto") -> Blip
         "precision": chosen,
         "device": on.type,
     }
-    loaded = loaded.to(device=on, dtype=PRECISIONS[chosen]).eval().requires_grad_(False)
+    loaded = loaded.to(device=on, dtype=dtype_of(chosen)).eval().requires_grad_(False)
     return BlipDiscriminator(loaded, image_processor, tokenizer, description)
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from fnpipe.mining.blas import blas_kernel, blas_note
 from fnpipe.mining.blocks import Blocks, BlockTask, open_pool, search_here, search_on_ray
@@ -25,6 +24,7 @@ from fnpipe.mining.recall import share_found
 from fnpipe.mining.searches import SearchOptions, memory_needed, open_search
 from fnpipe.mining.sides import Side, sides
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.device import check_device, pick_device
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.engines import RayPool
 from fnpipe.pipeline.errors import InputError
@@ -35,7 +35,6 @@ from fnpipe.pipeline.workspace import Workspace
 
 DIRECTIONS = ("i2t", "t2i")
 ENGINES = ("local", "ray")
-DEVICES = ("auto", "cpu", "cuda")
 
 # More are no neighbours any more, and their table would outgrow the embeddings.
 MOST_NEIGHBOURS = 4096
@@ -70,10 +69,8 @@ class GraphConfig:
             raise InputError(f"--engine {self.engine}: give local or ray")
         if not 1 <= self.k <= MOST_NEIGHBOURS:
             raise InputError(f"--k {self.k}: from 1 to {MOST_NEIGHBOURS:,} neighbours")
-        if self.device not in DEVICES:
-            raise InputError(f"--device {self.device}: one of {', '.join(DEVICES)}")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise InputError("--device cuda: there is no CUDA device here; leave the flag out")
+        check_device(self.device, self.engine)
+        pick_device(self.device)
         if self.recall_check < 0:
             raise InputError(f"--recall-check {self.recall_check}: a number of rows, 0 for none")
 
@@ -159,12 +156,14 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
     stage = workspace.stage(f"graph/{embeddings.name}")
     members = read_members(workspace, embeddings)
     meta = {} if config.overwrite else stage.meta() or {}
-    device = choose_device(config.device)
-    index = choose_index(config.index, len(members.pair_ids), device, meta.get("params", {}).get("index"))
+    device = pick_device(config.device)
+    index = choose_index(config.index, len(members.pair_ids), device.type, meta.get("params", {}).get("index"))
     if index not in (EXACT, IVF):
         empty_index(index, embeddings.width)
-        device = "cpu" if config.device == "auto" and not gpu_count() else device
-    options = SearchOptions(index, device, config.k, config.seed)
+        if ":" in config.device:
+            raise InputError(f"--device {config.device}: FAISS takes all GPUs for {index}, or none; give cuda or cpu")
+        device = pick_device("cpu") if config.device == "auto" and not gpu_count() else device
+    options = SearchOptions(index, str(device), config.k, config.seed)
     if config.engine == "local" and not meta.get("complete"):
         _require_memory(embeddings, members, options)
     params = {"k": config.k, "index": index, "recall_check": config.recall_check, "seed": config.seed}
@@ -186,13 +185,6 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
         meta.get("blas"),
         meta.get("notes", []),
     )
-
-
-def choose_device(device: str) -> str:
-    """What ``auto`` stands for: ``cuda`` where there is one."""
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def choose_index(index: str, pairs: int, device: str, begun: str | None = None) -> str:

@@ -51,7 +51,8 @@ Find = Callable[[int, int], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """How to search. ``index``: exact, ivf, or a string for FAISS; ``device``: cpu or cuda; ``k``: neighbours."""
+    """How to search. ``index``: exact, ivf, or a string for FAISS; ``device``: cpu, cuda (all of them) or cuda:N;
+    ``k``: neighbours."""
 
     index: str
     device: str
@@ -60,7 +61,7 @@ class SearchOptions:
 
     @property
     def faiss_on_gpus(self) -> bool:
-        return self.device == "cuda" and self.index not in (EXACT, IVF)
+        return self.device != "cpu" and self.index not in (EXACT, IVF)
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def open_search(
     if options.index == EXACT:
         return (
             _device_search(options, queries, candidates)
-            if options.device == "cuda"
+            if options.device != "cpu"
             else _exact_search(options, queries, candidates)
         )
     paths = index_paths(directory, direction, len(candidates))
@@ -103,7 +104,8 @@ def _exact_search(options: SearchOptions, queries: Side, candidates: Side) -> Se
 
 
 def _device_search(options: SearchOptions, queries: Side, candidates: Side) -> Search:
-    devices = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    all_of_them = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    devices = all_of_them if options.device == "cuda" else [options.device]
     rows = DeviceRows(candidates.halves, candidates.owners, devices, torch.float16)
 
     def find(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

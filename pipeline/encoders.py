@@ -14,10 +14,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from fnpipe.pipeline.device import dtype_of, pick_device, pick_precision
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.transform import Transform
-
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Encoder(Protocol):
@@ -152,6 +151,8 @@ def load_open_clip(
     on = pick_device(device)
     chosen = pick_precision(precision, on)
     tag = open_clip.get_pretrained_cfg(name, pretrained) if pretrained else {}
+    if pretrained and not tag:
+        require_room(name, pretrained)
     try:
         model = open_clip.create_model(
             name,
@@ -178,7 +179,7 @@ def load_open_clip(
         "device": on.type,
         "preprocessing": transform.as_json(),
     }
-    dtype = PRECISIONS[chosen]
+    dtype = dtype_of(chosen)
     model = model.to(device=on, dtype=dtype).requires_grad_(False)
     return OpenClipEncoder(model, tokenizer, transform, int(config["embed_dim"]), description, on, dtype)
 
@@ -223,6 +224,30 @@ def _check_own_weights(name: str, pretrained: str | None) -> str:
     return name
 
 
+def require_room(name: str, file: str) -> None:
+    """Refuse a checkpoint file that is too small for the weights of an architecture, before these are made.
+
+    Raises:
+        InputError: it has fewer bytes than the transformers of the two towers have weights.
+    """
+    import open_clip
+
+    layout = open_clip.get_model_config(name) or {}
+    parts = [layout.get(key) or {} for key in ("text_cfg", "vision_cfg")]
+    fewest = parts[0].get("vocab_size", 0) * parts[0].get("width", 0) + sum(_block_weights(**part) for part in parts)
+    size_bytes = Path(file).stat().st_size
+    if size_bytes < fewest:
+        raise InputError(
+            f"{file}: {size_bytes:,} bytes are no checkpoint of {name}, which has {fewest:,} weights and more"
+        )
+
+
+def _block_weights(layers: Any = 0, width: Any = 0, mlp_ratio: float = 4.0, **_: Any) -> int:
+    """The weights in the matrices of a tower's blocks; 0 of what is no plain transformer."""
+    known = isinstance(layers, int) and isinstance(width, int)
+    return int(layers * width**2 * (4 + 2 * mlp_ratio)) if known else 0
+
+
 def published_preprocessing(name: str) -> dict[str, Any] | None:
     """What all published weights of a model agree on, for a checkpoint file, which does not say.
 
@@ -236,45 +261,6 @@ def published_preprocessing(name: str) -> dict[str, Any] | None:
     configs = [open_clip.get_pretrained_cfg(name, tag) for tag in open_clip.list_pretrained_tags_by_model(name)]
     found = [{key: config[key] for key in keys if key in config} for config in configs]
     return found[0] if found and all(one == found[0] for one in found) else None
-
-
-def pick_device(device: str) -> torch.device:
-    """The torch device of a ``--device``; ``auto`` is the first CUDA device, or the CPU.
-
-    Raises:
-        InputError: it is no device, or this machine has none such.
-    """
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError:
-        raise InputError(f"--device {device}: no such device; give auto, cpu, cuda or cuda:N") from None
-    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
-        count = torch.cuda.device_count()
-        raise InputError(f"--device {device}: this machine has {count} CUDA devices; use auto or cpu")
-    return chosen
-
-
-def pick_precision(precision: str, device: torch.device) -> str:
-    """``auto`` made definite: bf16 where the hardware multiplies it natively, fp16 on older GPUs, else fp32.
-
-    Raises:
-        InputError: there is no such precision.
-    """
-    if precision in PRECISIONS:
-        return precision
-    if precision != "auto":
-        raise InputError(f"--precision {precision}: give auto, {', '.join(PRECISIONS)}")
-    if device.type == "cuda":
-        return "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
-    return "bf16" if device.type == "cpu" and _cpu_multiplies_bf16() else "fp32"
-
-
-def _cpu_multiplies_bf16() -> bool:
-    """Whether this CPU has AVX512-BF16 or AMX; without them bf16 is emulated and slower than fp32."""
-    checks = (getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    return any(check() for check in checks if check is not None)
 
 
 def digest_weights(model: torch.nn.Module) -> str:

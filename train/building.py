@@ -7,17 +7,18 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from fnpipe.pipeline.encoders import published_preprocessing
+from fnpipe.pipeline.encoders import published_preprocessing, require_room
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.train import coca, tiny
 from fnpipe.train.config import TINY
 from fnpipe.train.model import ModelConfig, VLModel
-from fnpipe.train.tensorfile import read_tensors, write_tensors
+from fnpipe.train.tensorfile import read_tensors, require_fits, write_tensors
 from fnpipe.train.tokenizer import open_clip_tokenizer, tiny_tokenizer
 
 _FORMAT = "fnpipe-model-1"
@@ -32,7 +33,7 @@ def build_model(config: ModelConfig) -> VLModel:
     return _build(config, load_weights=True)
 
 
-def _build(config: ModelConfig, *, load_weights: bool) -> VLModel:
+def _build(config: ModelConfig, *, load_weights: bool, device: str = "cpu") -> VLModel:
     import open_clip
 
     tiny.register()
@@ -40,6 +41,8 @@ def _build(config: ModelConfig, *, load_weights: bool) -> VLModel:
     layout = architecture_layout(name, captions=True)
     pretrained = config.pretrained if load_weights else None
     tag = open_clip.get_pretrained_cfg(name, pretrained) if pretrained else {}
+    if pretrained and Path(pretrained).is_file():
+        require_room(name, pretrained)
     # With the other activation a checkpoint is worth much less, and open_clip only warns.
     config = replace(config, quick_gelu=config.quick_gelu or bool(tag.get("quick_gelu")))
     try:
@@ -47,6 +50,7 @@ def _build(config: ModelConfig, *, load_weights: bool) -> VLModel:
             clip = open_clip.create_model(
                 name,
                 pretrained=pretrained,
+                device=device,
                 force_quick_gelu=config.quick_gelu,
                 # Asking for the size that it has anyway would resize the position embedding of timm's towers.
                 force_image_size=None if config.image_size == layout["vision_cfg"]["image_size"] else config.image_size,
@@ -158,7 +162,11 @@ def load_model(path: str | Path) -> VLModel:
     if unknown:
         raise InputError(f"{path}: saved by a newer fnpipe, with the settings {', '.join(unknown)}; update fnpipe")
     try:
-        model = _build(ModelConfig(**stored), load_weights=False)
+        config = ModelConfig(**stored)
+        if (config.fusion_layers or 0) > len(tensors):
+            raise InputError(f"{path}: damaged, not a whole model (too few tensors for {config.fusion_layers} layers)")
+        require_fits(Path(path), tensors, partial(_build, config, load_weights=False, device="meta"))
+        model = _build(config, load_weights=False)
         model.load_state_dict(tensors)
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
         # A config that is none fails wherever it is used first.

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fnpipe.pipeline.encoders import digest_weights, pick_precision
+from fnpipe.pipeline.device import pick_precision
+from fnpipe.pipeline.encoders import digest_weights
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.building import load_model

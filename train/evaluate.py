@@ -18,6 +18,7 @@ import torch
 
 from fnpipe.mining.records import codes_of, combination_keys
 from fnpipe.mining.truth import Truth
+from fnpipe.pipeline.device import pick_device
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.progress import Advance, progress
@@ -26,7 +27,6 @@ from fnpipe.train.config import TEST
 from fnpipe.train.metrics import Positives, Scores, cosine_scores, reranked_scores, retrieval, top_items
 from fnpipe.train.model import VLModel
 from fnpipe.train.pictures import Samples
-from fnpipe.train.processes import choose_device
 from fnpipe.train.runs import find_run, load_run, read_run_config
 
 # Candidates per query that the ITM head re-ranks.
@@ -449,5 +449,5 @@ def evaluate_run(
     """
     directory = find_run(workspace, run)
     rerank = bool(read_run_config(directory)["config"]["itm"])
-    model = load_run(directory, checkpoint).to(choose_device(device))
+    model = load_run(directory, checkpoint).to(pick_device(device))
     return evaluate_model(workspace, model, queries, truth, rerank=rerank, top_k=top_k, measure=measure)

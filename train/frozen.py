@@ -24,6 +24,7 @@ from fnpipe.mining.members import read_members
 from fnpipe.mining.records import IDENTITY_BOUND, Identity, pair_images
 from fnpipe.mining.truth import Truth
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.device import pick_device
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
@@ -40,7 +41,6 @@ from fnpipe.train.frozen_runs import FrozenModel, describe_source, save_frozen
 from fnpipe.train.inputs import check_batch_size, file_digest, identity_beyond_records, planned_batches
 from fnpipe.train.log import Log, epoch_line, plot_losses, read_metrics
 from fnpipe.train.loop import asked_values, begin_record, deterministic, require_inputs, stop_signals
-from fnpipe.train.processes import choose_device
 from fnpipe.train.runs import CHECKPOINTS, CONFIG, METRICS, checkpoint_digests, read_run_config, run_directory
 from fnpipe.train.tensorfile import write_state
 from fnpipe.train.training import AfterStep, Report
@@ -148,7 +148,7 @@ def train_frozen(
         config = FROZEN_METHODS[asked["method"]](**asked)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        with deterministic(choose_device(config.device)):
+        with deterministic(pick_device(config.device)):
             training = _prepare(workspace, config, asked, before, directory, overwrite)
             training.report, training.after_step = report, after_step
             try:
@@ -168,7 +168,7 @@ def _prepare(
 ) -> FrozenTraining:
     """Open everything, choose what was left open, and write ``config.json``; nothing is trained yet."""
     inputs = open_frozen_inputs(workspace, config)
-    device = choose_device(config.device)
+    device = pick_device(config.device)
     batches = len(inputs.source.epoch(0))
     if not batches:
         raise InputError(f"{workspace.root}: no batch to train on; every pair of it has no embedding")

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 
 from fnpipe.mining.truth import Truth
+from fnpipe.pipeline.device import pick_device
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.adapter import AdapterNet
 from fnpipe.train.evaluate import Measure, Queries, by_retrieval, counts_of, usable_queries
 from fnpipe.train.frozen_runs import fitting_embeddings, load_frozen_run
 from fnpipe.train.metrics import BLOCK_ELEMENTS, Scores, cosine_scores, distinct_rows
-from fnpipe.train.processes import choose_device
 from fnpipe.train.vacsr import VacsrNet, logits_in_tiles
 
 
@@ -66,7 +66,7 @@ def evaluate_frozen_run(
     """
     model = load_frozen_run(workspace, run, checkpoint=checkpoint)
     opened = fitting_embeddings(workspace, model, run, embeddings)
-    net = model.net.to(choose_device(device))
+    net = model.net.to(pick_device(device))
     return {
         "method": model.method,
         "frozen_embeddings": opened.name,

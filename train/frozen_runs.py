@@ -6,6 +6,7 @@ import json
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fnpipe.train.adapter import AdapterNet
 from fnpipe.train.frozen_config import ADAPTER, FROZEN_METHODS, VACSR
 from fnpipe.train.model import VLModel
 from fnpipe.train.runs import checkpoint_path, find_run, read_run_config
-from fnpipe.train.tensorfile import read_tensors, write_tensors
+from fnpipe.train.tensorfile import read_tensors, require_fits, write_tensors
 from fnpipe.train.vacsr import VacsrNet
 
 _FORMAT = "fnpipe-frozen-1"
@@ -96,10 +97,15 @@ def load_frozen(path: Path) -> FrozenModel:
     tensors, metadata = read_tensors(path)
     if metadata.get("format") != _FORMAT:
         raise InputError(f"{path}: no {VACSR} or {ADAPTER} saved by fnpipe (format {metadata.get('format')!r})")
-    method, shape = metadata["method"], json.loads(metadata["config"])
-    net: VacsrNet | AdapterNet = VacsrNet(**shape) if method == VACSR else AdapterNet(**shape)
-    net.load_state_dict(tensors)
-    return FrozenModel(method, net.eval().requires_grad_(False), json.loads(metadata["source"]))
+    try:
+        method, shape = metadata["method"], json.loads(metadata["config"])
+        make = partial(VacsrNet if method == VACSR else AdapterNet, **shape)
+        require_fits(path, tensors, make)
+        net: VacsrNet | AdapterNet = make()
+        net.load_state_dict(tensors)
+        return FrozenModel(method, net.eval().requires_grad_(False), json.loads(metadata["source"]))
+    except (RuntimeError, TypeError, ValueError, KeyError, RecursionError) as error:
+        raise InputError(f"{path}: damaged, not a whole network ({' '.join(str(error).split())[:200]})") from error
 
 
 def beside(weights: Path) -> Path:

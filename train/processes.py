@@ -7,10 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from fnpipe.pipeline.device import pick_device
 from fnpipe.pipeline.errors import InputError
 
 # For what the first process does alone while the others wait: an evaluation may take hours. A process that dies is
@@ -80,25 +82,26 @@ def is_first() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-def choose_device(device: str) -> torch.device:
-    """``auto``, ``cpu`` or ``cuda`` as a device; under torchrun the GPU of this process's local rank.
+def device_of_rank(device: str) -> torch.device:
+    """The device of a ``--device``; where torchrun started several processes, the GPU of this one's local rank.
 
     Raises:
-        InputError: no such device here.
+        InputError: no such device here, or one GPU for all processes.
     """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cuda" and torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    if device != "cpu":
-        raise InputError(f"device is {device!r}; choose cpu, or cuda where there is a GPU")
-    return torch.device("cpu")
+    chosen = pick_device(device)
+    if chosen.type == "cpu":
+        return chosen
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return torch.device("cuda", chosen.index or 0)
+    if ":" in device:
+        raise InputError(f"--device {device}: every process of torchrun takes the GPU of its rank; give cuda")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 @contextmanager
 def processes(device: str) -> Iterator[Processes]:
     """Join the processes that torchrun started (gloo on CPUs, nccl on GPUs), or stand alone."""
-    chosen = choose_device(device)
+    chosen = device_of_rank(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
@@ -108,7 +111,7 @@ def processes(device: str) -> Iterator[Processes]:
     if ours:
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
-        waiting = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        waiting: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
         yield Processes(dist.get_rank(), dist.get_world_size(), chosen, waiting)
     finally:
         if ours:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +60,27 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     except SafetensorError as error:
         raise InputError(f"{path}: not a safetensors file: {error}") from error
+
+
+def require_fits(path: Path, tensors: Mapping[str, torch.Tensor], make: Callable[[], torch.nn.Module]) -> None:
+    """Refuse a file whose tensors are not those of the network that its own settings describe, before it is built.
+
+    Settings of a few bytes may ask for more weights than there is memory for.
+
+    Args:
+        make: builds the network under the device ``meta``, where weights have shapes and no values.
+
+    Raises:
+        InputError: one tensor is missing, or of another shape.
+    """
+    try:
+        with torch.device("meta"):
+            expected = {name: tuple(tensor.shape) for name, tensor in make().state_dict().items()}
+    except RuntimeError:
+        # Some towers of timm read values while they are made.
+        return
+    for name, shape in expected.items():
+        found = tuple(tensors[name].shape) if name in tensors else None
+        if found != shape:
+            holds = f"has the shape {found}" if found is not None else "is missing"
+            raise InputError(f"{path}: damaged, not a whole model ({name} {holds}; its settings ask for {shape})")

@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any
 
 from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.limits import most
 
 _KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
@@ -74,7 +75,7 @@ def check_choices(config: Any, choices: Mapping[str, tuple[str, ...]], open_keys
 
 
 def check_bounds(config: Any, bounds: Sequence[tuple[str, float, float]]) -> None:
-    """Hold a config's numbers against (key, lowest, highest); None is none of them.
+    """Compare a config's numbers with (key, lowest, highest), whole ones with `most` too; None is none of them.
 
     Raises:
         InputError: one lies outside.
@@ -84,6 +85,8 @@ def check_bounds(config: Any, bounds: Sequence[tuple[str, float, float]]) -> Non
         if value is not None and not low <= value <= high:
             range_ = f"be at least {low}" if high == math.inf else f"lie between {low} and {high}"
             raise InputError(f"{key} is {value}; it must {range_}")
+        if isinstance(value, int) and value > most(key):
+            raise InputError(f"{key} is {value}; it must be at most {most(key):,}")
 
 
 def describe(of: type, choices: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str, str]]:

@@ -17,16 +17,15 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from fnpipe.pipeline import hub
 from fnpipe.pipeline.device import dtype_of, pick_device, pick_precision
 from fnpipe.pipeline.encoders import digest_weights
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, one_line
 
 # Keys and values of a picture are large (42 MB in BLIP base at 384 px, fp32): so many pictures hold them at a time.
 IMAGES_AT_ONCE = 16
 PAIRS_AT_ONCE = 128
 VISION_BATCH = 16
-# For the first answer of the model hub.
-_HUB_SECONDS = 10
 
 
 class BlipDiscriminator:
@@ -146,7 +145,7 @@ def load_blip(model: str, device: str = "auto", precision: str = "auto") -> Blip
             "--discriminator blip: name the model, such as blip:Salesforce/blip-itm-base-coco or blip:FOLDER"
         )
     # Without this, every file of a model waits half a minute for a hub that cannot be reached, be it cached or not.
-    local = Path(model).is_dir() or not _hub_answers()
+    local = Path(model).is_dir() or not hub.answers()
     load = partial(_from_pretrained, model=model, local_files_only=local)
     loaded, info = load(transformers.BlipForImageTextRetrieval, output_loading_info=True)
     missing = sorted(info["missing_keys"])
@@ -167,18 +166,6 @@ def load_blip(model: str, device: str = "auto", precision: str = "auto") -> Blip
     return BlipDiscriminator(loaded, image_processor, tokenizer, description)
 
 
-def _hub_answers() -> bool:
-    """Whether the model hub can be reached from here, asked once and as its own library asks, through any proxy."""
-    import huggingface_hub
-
-    try:
-        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=_HUB_SECONDS)
-    except Exception:
-        # What is raised depends on the library's version: no network, no such host, offline by its own switch.
-        return False
-    return True
-
-
 def _from_pretrained(kind: Any, model: str, *, local_files_only: bool, **options: Any) -> Any:
     try:
         return kind.from_pretrained(model, local_files_only=local_files_only, **options)
@@ -189,5 +176,5 @@ def _from_pretrained(kind: Any, model: str, *, local_files_only: bool, **options
                 "cannot be reached; give blip:FOLDER, or fetch the model where there is a network"
             ) from None
         # Whatever a loader raises here is the trouble of the folder, the cache or the network.
-        first = (str(error).strip().splitlines() or [""])[0][:200]
-        raise InputError(f"--discriminator blip:{model}: cannot be loaded ({type(error).__name__}: {first})") from None
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise InputError(f"--discriminator blip:{model}: cannot be loaded ({reason})") from None

@@ -8,14 +8,16 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from fnpipe.pipeline import hub
 from fnpipe.pipeline.device import dtype_of, pick_device, pick_precision
-from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.errors import InputError, nearest, one_line
 from fnpipe.pipeline.transform import Transform
 
 
@@ -153,21 +155,24 @@ def load_open_clip(
     tag = open_clip.get_pretrained_cfg(name, pretrained) if pretrained else {}
     if pretrained and not tag:
         require_room(name, pretrained)
+    reachable = True
     try:
-        model = open_clip.create_model(
-            name,
-            pretrained=pretrained,
-            # Weights trained with QuickGELU are worth less under the plain one; open_clip only warns.
-            force_quick_gelu=bool(tag.get("quick_gelu")),
-            force_preprocess_cfg=None if tag else published_preprocessing(name),
-        ).eval()
-        tokenizer = open_clip.get_tokenizer(name)
+        with hub.or_cache() if tag or _needs_hub(name) else nullcontext(True) as reachable:
+            model = open_clip.create_model(
+                name,
+                pretrained=pretrained,
+                # Weights trained with QuickGELU are worth less under the plain one; open_clip only warns.
+                force_quick_gelu=bool(tag.get("quick_gelu")),
+                force_preprocess_cfg=None if tag else published_preprocessing(name),
+            ).eval()
+            tokenizer = open_clip.get_tokenizer(name)
     except Exception as error:
+        if not reachable:
+            raise InputError(not_cached(name, pretrained)) from None
         # Whatever a loader raises here is the trouble of the file, the cache or the network.
-        reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise InputError(
-            f"{pretrained or name}: cannot be loaded as {name} ({reason[:300]}); give a checkpoint file of this "
-            "architecture with --pretrained FILE"
+            f"{pretrained or name}: cannot be loaded as {name} ({type(error).__name__}: {one_line(error)}); give a "
+            "checkpoint file of this architecture with --pretrained FILE"
         ) from None
     transform = Transform.of(open_clip.get_model_preprocess_cfg(model))
     config = open_clip.get_model_config(name)
@@ -182,6 +187,23 @@ def load_open_clip(
     dtype = dtype_of(chosen)
     model = model.to(device=on, dtype=dtype).requires_grad_(False)
     return OpenClipEncoder(model, tokenizer, transform, int(config["embed_dim"]), description, on, dtype)
+
+
+def _needs_hub(name: str) -> bool:
+    """Whether a model's files, or its tokenizer's, come from the model hub."""
+    import open_clip
+
+    text = (open_clip.get_model_config(name) or {}).get("text_cfg", {}) if ":" not in name else {}
+    return name.startswith("hf-hub:") or "hf_tokenizer_name" in text or "hf_model_name" in text
+
+
+def not_cached(name: str, pretrained: str | None) -> str:
+    """What to say of a model that would have to be fetched where there is no network."""
+    what = f"--pretrained {pretrained} of {name}" if pretrained else name
+    return (
+        f"{what}: not in the cache, and the model hub cannot be reached; fetch it where there is a network, give a "
+        "checkpoint file with --pretrained FILE, or embed with --model run:NAME, a model trained here"
+    )
 
 
 def check_model(name: str, pretrained: str | None) -> str:

@@ -10,6 +10,13 @@ class InputError(Exception):
     """
 
 
+def one_line(error: BaseException, most: int = 300) -> str:
+    """What an exception of a library says, as one line that is cut between two words."""
+    import textwrap
+
+    return textwrap.shorten(str(error), most, placeholder=" ...") or type(error).__name__
+
+
 def nearest(word: str, known: list[str]) -> str:
     """The clause ``; did you mean 'x'?`` for a misspelt name, or an empty string when nothing is close."""
     import difflib

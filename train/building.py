@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -13,8 +13,9 @@ from typing import Any
 
 from torch import nn
 
+from fnpipe.pipeline import hub
 from fnpipe.pipeline.encoders import published_preprocessing, require_room
-from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.errors import InputError, nearest, one_line
 from fnpipe.train import coca, tiny
 from fnpipe.train.config import TINY
 from fnpipe.train.model import ModelConfig, VLModel
@@ -45,8 +46,9 @@ def _build(config: ModelConfig, *, load_weights: bool, device: str = "cpu") -> V
         require_room(name, pretrained)
     # With the other activation a checkpoint is worth much less, and open_clip only warns.
     config = replace(config, quick_gelu=config.quick_gelu or bool(tag.get("quick_gelu")))
+    reachable = True
     try:
-        with without_warnings():
+        with without_warnings(), hub.or_cache() if tag else nullcontext(True) as reachable:
             clip = open_clip.create_model(
                 name,
                 pretrained=pretrained,
@@ -60,6 +62,11 @@ def _build(config: ModelConfig, *, load_weights: bool, device: str = "cpu") -> V
     except Exception as error:
         if pretrained is None:
             raise
+        if not reachable:
+            raise InputError(
+                f"--init {pretrained} of {name}: not in the cache, and the model hub cannot be reached; fetch it where "
+                "there is a network, or give a checkpoint file"
+            ) from None
         raise InputError(_bad_checkpoint(name, pretrained, error)) from error
     if coca.is_coca(clip) and pretrained is None:
         coca.start_decoder(clip)
@@ -115,7 +122,7 @@ def _bad_checkpoint(name: str, pretrained: str, error: Exception) -> str:
 
     tags: list[str] = open_clip.list_pretrained_tags_by_model(name)
     if Path(pretrained).is_file() or pretrained in tags:
-        return f"{pretrained}: cannot be loaded as {name}: {' '.join(str(error).split())[:300]}"
+        return f"{pretrained}: cannot be loaded as {name}: {one_line(error)}"
     known = f"; its tags: {', '.join(tags)}" if tags else ""
     return f"{name}: {pretrained!r} is neither a file nor a tag of it{nearest(pretrained, tags)}{known}"
 
@@ -170,5 +177,5 @@ def load_model(path: str | Path) -> VLModel:
         model.load_state_dict(tensors)
     except (RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
         # A config that is none fails wherever it is used first.
-        raise InputError(f"{path}: damaged, not a whole model ({' '.join(str(error).split())[:200]})") from error
+        raise InputError(f"{path}: damaged, not a whole model ({one_line(error)})") from error
     return model.eval()

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, one_line
 from fnpipe.train.building import save_model
 from fnpipe.train.model import VLModel
 from fnpipe.train.runs import CHECKPOINTS
@@ -126,8 +126,7 @@ def restore(directory: Path, device: torch.device, put_back: Callable[[dict[str,
         raise
     # What a damaged file raises depends on where the damage is: in the zip, in the pickle, in a tensor's shape.
     except Exception as error:
-        detail = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{path}: damaged ({detail[:120]}); start afresh with --overwrite") from error
+        raise InputError(f"{path}: damaged ({one_line(error, 120)}); start afresh with --overwrite") from error
 
 
 def save_weights(directory: Path, name: str, model: VLModel) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.encoders import digest_weights
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, one_line
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.adapter import AdapterNet
 from fnpipe.train.frozen_config import ADAPTER, FROZEN_METHODS, VACSR
@@ -105,7 +105,7 @@ def load_frozen(path: Path) -> FrozenModel:
         net.load_state_dict(tensors)
         return FrozenModel(method, net.eval().requires_grad_(False), json.loads(metadata["source"]))
     except (RuntimeError, TypeError, ValueError, KeyError, RecursionError) as error:
-        raise InputError(f"{path}: damaged, not a whole network ({' '.join(str(error).split())[:200]})") from error
+        raise InputError(f"{path}: damaged, not a whole network ({one_line(error)})") from error
 
 
 def beside(weights: Path) -> Path:

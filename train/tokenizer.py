@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fnpipe.pipeline import atomic
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline import atomic, hub
+from fnpipe.pipeline.errors import InputError, one_line
 
 SPECIAL_TOKENS = ("[PAD]", "[CLS]", "[EOT]", "[MASK]")
 TINY_VOCABULARY = Path(__file__).parent / "assets" / "fnpipe-tiny-vocabulary.json"
@@ -116,11 +117,14 @@ def open_clip_tokenizer(architecture: str, context_length: int, vocabulary_size:
     """
     import open_clip
 
+    needs_hub = "hf_tokenizer_name" in open_clip.get_model_config(architecture)["text_cfg"]
+    reachable = True
     try:
-        tokenizer = open_clip.get_tokenizer(architecture, context_length=context_length)
+        with hub.or_cache() if needs_hub else nullcontext(True) as reachable:
+            tokenizer = open_clip.get_tokenizer(architecture, context_length=context_length)
     except Exception as error:
         # Anything can go wrong between a missing package and a tokenizer that is neither cached nor reachable.
-        reason = " ".join(str(error).split())
+        reason = one_line(error) if reachable else "they are not in the cache, and the model hub cannot be reached"
         raise InputError(
             f"{architecture}: its tokenizer needs the package transformers and its files: {reason}"
         ) from error

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 def shard_command(
     paths: Annotated[
         list[str],
-        typer.Argument(metavar="SOURCE... WORKSPACE", help="Files, folders, brace ranges or URLs; the workspace last."),
+        typer.Argument(
+            metavar="SOURCE... WORKSPACE",
+            help="Files, folders, brace ranges, URLs, hf:OWNER/NAME[:CONFIG]; the workspace last.",
+        ),
     ],
     form: Annotated[
         str, typer.Option("--format", help="auto, albef, coco, csv, tsv, parquet, hf, folder or webdataset.")
@@ -44,7 +47,9 @@ def shard_command(
     no_header: Annotated[
         bool, typer.Option("--no-header", help="The table has none; caption and image are columns 0 and 1 by default.")
     ] = False,
-    split: Annotated[str | None, typer.Option(help="Take only this split of the source.")] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Take only this split, as a column, folders or file names tell it.")
+    ] = None,
     holdout: Annotated[
         float | None, typer.Option(help="Draw a share (below 1) or a number of the pictures as the split 'test'.")
     ] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -199,3 +200,21 @@ def test_rows_of_uneven_sizes_are_read_one_by_one_where_together_they_are_too_mu
     monkeypatch.setattr(parquet._Reader, "_group", refusing)
     pairs, _ = shard_pairs(tmp_path / "a.parquet", tmp_path)
     assert [pair["caption"] for pair in pairs] == [f"caption 0 {i}" for i in range(7)]
+
+
+def test_a_sharding_that_goes_on_reads_the_revision_that_it_began_with(monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+
+    from fnpipe.pipeline.shard import _pin
+    from fnpipe.pipeline.sources.source import Source
+
+    class Hub:
+        def dataset_info(self, name: str, *, revision: str | None, timeout: float) -> SimpleNamespace:
+            return SimpleNamespace(sha=revision or "newest")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    source = Source("hf:owner/set", "set", "hf")
+    for before, revision in ({}, "newest"), ({"sources": [{"revision": REVISION}]}, REVISION):
+        begun: dict[str, Any] = {"sources": [{}]}
+        _pin([source], before, begun)
+        assert source.revision == begun["sources"][0]["revision"] == revision

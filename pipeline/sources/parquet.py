@@ -165,11 +165,14 @@ class _Reader:
                         yield batch
 
     def _group(self, group: int, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
-        return self.parquet.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
+        batches: Iterator[pa.RecordBatch] = self.parquet.iter_batches(
+            rows, row_groups=[group], columns=columns, use_threads=False
+        )
+        return batches
 
     def _rows_at_once(self, group: int) -> int:
         facts = self.parquet.metadata.row_group(group)
-        mean = facts.total_byte_size // max(facts.num_rows, 1)
+        mean = int(facts.total_byte_size) // max(int(facts.num_rows), 1)
         return max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(mean, 1)))
 
 

@@ -1,12 +1,18 @@
 """Kill every stage at random moments, run it again to the end, and compare every byte with a run left alone.
 
-    python benchmarks/kill_stages.py [--kills 100 --scenes 300 --stages shard embed ... --seed 0]
+    python benchmarks/kill_stages.py [--kills 100 --scenes 300 --stages shard embed ... --seed 0 --place DIR]
+    python benchmarks/kill_stages.py --first 40 --later 20 [--overwrite] [...]
 
 A round starts from the files that the stages before it left. Its run is killed (SIGKILL) at a random moment: half of
 the rounds after a random time, the other half just before a random change to the file system (a rename, a removal, a
 new directory, a file opened for writing), where a moment of chance would hardly ever fall. Then it is run again;
 every third time it is killed once more. In the end all files must be those of the run that was left alone, with
 nothing beside them. The last line of the output is one JSON object; ``identical`` counts the rounds where that held.
+
+With ``--first`` every one of the first changes is a round, and ``--later`` random ones after them. With
+``--overwrite`` as well, a round starts from the stage finished with other parameters, and what is killed has
+``--overwrite``; the command that is run again has not. It must leave the new stage, or end in one line and the old
+stage, whole, or in one line that asks for ``--overwrite``, with which the new one comes.
 
 Every run is a process of its own, forked from this one, which has imported the libraries before.
 """
@@ -52,14 +58,16 @@ class StageRun:
         words: as on the command line; ROOT stands for the directory that holds ``source``, ``ws`` and exports.
         needs: the names of the runs that come before.
         again: what a run repeated after its last moment may say instead of finishing, with exit code 2.
+        other: words that make another stage of it, for it to overwrite; none where it takes no ``--overwrite``.
     """
 
     words: tuple[str, ...]
     needs: tuple[str, ...] = ()
     again: str | None = None
+    other: tuple[str, ...] = ()
 
-    def command(self, root: Path) -> list[str]:
-        return [word.replace("ROOT", str(root)) for word in self.words]
+    def command(self, root: Path, *more: str) -> list[str]:
+        return [word.replace("ROOT", str(root)) for word in (*self.words, *more)]
 
 
 _SHARD = ("shard", "ROOT/source/pairs.json", "ROOT/ws", "--images-per-shard", "40", "--holdout", "0.1", "--seed", "3")
@@ -67,20 +75,25 @@ _GROUP = ("group", "ROOT/ws", "--batch-size", "16", "--epochs", "3")
 _EXPORT = ("export", "ROOT/ws", "--edges", "itm", "--to")
 _TRAIN = ("train", "ROOT/ws", "--epochs", "2", "--threads", "1", "--set", "tensorboard=false", "--run")
 _FEW = ("--set", "evaluate_every=1", "--set", "checkpoint_steps=4", "--set", "batch_size=16")
+_SEED = ("--set", "seed=9")
 _HOLDS = "holds something already"
 
 STAGES = {
-    "shard": StageRun((*_SHARD, "--workers", "2", "--shuffle-captions", "0.2")),
+    "shard": StageRun((*_SHARD, "--workers", "2", "--shuffle-captions", "0.2"), other=("--seed", "4")),
     "embed": StageRun(
-        ("embed", "ROOT/ws", "--model", "demo", "--name", "demo", "--threads", "1", "--workers", "0"), ("shard",)
+        ("embed", "ROOT/ws", "--model", "demo", "--name", "demo", "--threads", "1", "--workers", "0"),
+        ("shard",),
+        other=("--batch-size", "3"),
     ),
-    "graph-exact": StageRun(("build-graph", "ROOT/ws", "--index", "exact", "--k", "8"), ("embed",)),
-    "graph-ivf": StageRun(("build-graph", "ROOT/ws", "--index", "ivf", "--k", "8"), ("embed",)),
+    "graph-exact": StageRun(("build-graph", "ROOT/ws", "--index", "exact", "--k", "8"), ("embed",), other=("--k", "4")),
+    "graph-ivf": StageRun(("build-graph", "ROOT/ws", "--index", "ivf", "--k", "8"), ("embed",), other=("--k", "4")),
     "graph-hnsw": StageRun(
-        ("build-graph", "ROOT/ws", "--index", "HNSW16,SQfp16", "--keep-index", "--k", "8"), ("embed",)
+        ("build-graph", "ROOT/ws", "--index", "HNSW16,SQfp16", "--keep-index", "--k", "8"),
+        ("embed",),
+        other=("--k", "4"),
     ),
-    "group-M": StageRun((*_GROUP, "--search-space", "64", "--name", "m"), ("embed",)),
-    "group-all": StageRun((*_GROUP, "--search-space", "all", "--name", "all"), ("graph-exact",)),
+    "group-M": StageRun((*_GROUP, "--search-space", "64", "--name", "m"), ("embed",), other=("--seed", "9")),
+    "group-all": StageRun((*_GROUP, "--search-space", "all", "--name", "all"), ("graph-exact",), other=("--seed", "9")),
     "materialize": StageRun(
         (*_GROUP, "--search-space", "64", "--name", "m", "--materialize", "ROOT/out"), ("group-M",)
     ),
@@ -90,6 +103,7 @@ STAGES = {
             *("--candidates", "2", "--score-recorded", "--name", "itm", "--threads", "1", "--block-images", "32"),
         ),
         ("group-M", "graph-exact"),
+        other=("--tau-high", "0.9", "--block-images", "16"),
     ),
     "relabel": StageRun(
         ("relabel", "ROOT/ws", "--edges", "itm", "--tau-high", "0.9", "--tau-low", "0.3"), ("mine-connections",)
@@ -97,14 +111,17 @@ STAGES = {
     "export-open_clip": StageRun((*_EXPORT, "open_clip", "ROOT/out"), ("mine-connections",), _HOLDS),
     "export-st": StageRun((*_EXPORT, "sentence-transformers", "ROOT/out"), ("mine-connections",), _HOLDS),
     "export-hf": StageRun((*_EXPORT, "hf", "ROOT/out"), ("mine-connections",), _HOLDS),
-    "train-itc": StageRun((*_TRAIN, "itc", "--method", "itc", *_FEW), ("embed",)),
+    "train-itc": StageRun((*_TRAIN, "itc", "--method", "itc", *_FEW), ("embed",), other=_SEED),
     "train-mafa": StageRun(
         (*_TRAIN, "mafa", "--method", "mafa", "--init", "demo", "--groups", "m", "--edges", "itm", *_FEW[:4]),
         ("mine-connections",),
+        other=_SEED,
     ),
-    "train-falcon": StageRun((*_TRAIN, "falcon", "--method", "falcon", "--init", "demo", *_FEW), ("embed",)),
-    "train-adapter": StageRun((*_TRAIN, "adapter", "--method", "adapter", *_FEW), ("embed",)),
-    "train-vacsr": StageRun((*_TRAIN, "vacsr", "--method", "vacsr", *_FEW), ("embed",)),
+    "train-falcon": StageRun(
+        (*_TRAIN, "falcon", "--method", "falcon", "--init", "demo", *_FEW), ("embed",), other=_SEED
+    ),
+    "train-adapter": StageRun((*_TRAIN, "adapter", "--method", "adapter", *_FEW), ("embed",), other=_SEED),
+    "train-vacsr": StageRun((*_TRAIN, "vacsr", "--method", "vacsr", *_FEW), ("embed",), other=_SEED),
     "export-model": StageRun(("export-model", "ROOT/ws", "ROOT/out", "--run", "itc"), ("train-itc",), _HOLDS),
 }
 
@@ -115,9 +132,19 @@ def main() -> None:
     options.add_argument("--scenes", type=int, default=300)
     options.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES))
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--place", help="a directory on the file system under test")
+    options.add_argument("--first", type=int, help="kill before every one of so many first changes")
+    options.add_argument("--later", type=int, default=0, help="and before so many random later ones")
+    options.add_argument("--overwrite", action="store_true", help="kill what overwrites a finished stage")
     chosen = options.parse_args()
-    with tempfile.TemporaryDirectory(prefix="fnpipe-kill-") as directory:
-        report = kill(Chain(Path(directory), chosen.scenes), chosen.stages, chosen.kills, random.Random(chosen.seed))
+    draws = random.Random(chosen.seed)
+    with tempfile.TemporaryDirectory(prefix="fnpipe-kill-", dir=chosen.place) as directory:
+        chain = Chain(Path(directory), chosen.scenes)
+        if chosen.first is None:
+            report = kill(chain, chosen.stages, chosen.kills, draws)
+        else:
+            stages = [name for name in chosen.stages if STAGES[name].other or not chosen.overwrite]
+            report = kill_in_turn(chain, stages, chosen.first, chosen.later, draws, overwrite=chosen.overwrite)
     print(json.dumps(report))
     sys.exit(0 if report["identical"] == report["rounds"] else 1)
 
@@ -147,6 +174,22 @@ class Chain:
         self._clear()
         for state in needs or ("start",):
             shutil.copytree(self.root / state, self.place, dirs_exist_ok=True)
+
+    def before_overwriting(self, name: str) -> dict[str, str]:
+        """Put ``place`` to where the stage ``name`` is there with other parameters; what is there then."""
+        kept = self.root / f"{name}.other"
+        if not kept.exists():
+            self.before(name)
+            code, said = finish(start_run(STAGES[name].command(self.place, *STAGES[name].other), self.root / "log"))
+            if code:
+                raise SystemExit(f"{name}: {said}")
+            shutil.copytree(self.place, kept)
+            counter = self.root / f"{name}.count"
+            finish(start_run(STAGES[name].command(self.place, "--overwrite"), self.root / "log", count=counter))
+            self.changes[f"{name}.other"] = int(counter.read_text())
+        self._clear()
+        shutil.copytree(kept, self.place, dirs_exist_ok=True)
+        return contents(self.place)
 
     def _clear(self) -> None:
         # The place itself may be where a disk is mounted.
@@ -214,6 +257,60 @@ def kill(chain: Chain, stages: Sequence[str], kills: int, draws: random.Random) 
     }
 
 
+def kill_in_turn(
+    chain: Chain, stages: Sequence[str], first: int, later: int, draws: random.Random, *, overwrite: bool
+) -> dict[str, Any]:
+    """A round for each of the ``first`` changes of every stage, and for ``later`` random ones after them."""
+    outcomes: dict[str, Counter[str]] = {name: Counter() for name in stages}
+    for name in stages:
+        whole = contents(chain.after(name))
+        if overwrite:
+            chain.before_overwriting(name)
+        changes = chain.changes[f"{name}.other" if overwrite else name]
+        after = range(first + 1, changes + 1)
+        for at in [*range(1, min(first, changes) + 1), *sorted(draws.sample(after, min(later, len(after))))]:
+            old = chain.before_overwriting(name) if overwrite else chain.before(name)
+            found = outcome(chain, name, at, whole, old)
+            outcomes[name][found.partition(":")[0]] += 1
+            print(f"{name}, killed at change {at} of {changes}: {found}", flush=True)
+    total = sum(outcomes.values(), Counter())
+    return {
+        "kills": total.total() - total["too late"],
+        "rounds": total.total(),
+        "identical": total.total() - total["OTHER"],
+        "outcomes": {name: dict(counts) for name, counts in outcomes.items()},
+    }
+
+
+def outcome(chain: Chain, name: str, at: int, whole: dict[str, str], old: dict[str, str] | None) -> str:
+    """What a stage is after it was killed before change ``at`` and its command was run again.
+
+    Args:
+        whole: the contents that the stage leaves. old: those of the one that it overwrites; None where there is none.
+
+    Returns:
+        ``new``, ``old``, ``refused``, ``too late`` (it was finished before), or ``OTHER: ...``.
+    """
+    stage, log = STAGES[name], chain.root / "log"
+    words = stage.command(chain.place)
+    overwriting = [*words, "--overwrite"]
+    died = killed_at(overwriting if old is not None else words, log, at)
+    code, said = finish(start_run(words, log))
+    found = contents(chain.place)
+    fine = code == 0 or (code == 2 and stage.again is not None and stage.again in said)
+    if fine and not difference(whole, found):
+        return "new" if died else "too late"
+    lines = [line for line in said.splitlines() if line.strip()]
+    if code == 2 and lines and lines[-1].startswith("fnpipe:") and old is not None:
+        if not difference(old, {name: digest for name, digest in found.items() if "/.tmp-" not in f"/{name}"}):
+            return "old"
+        code, said = finish(start_run(overwriting, log))
+        found = contents(chain.place)
+        if code == 0 and not difference(whole, found):
+            return "refused"
+    return f"OTHER: code {code}, {difference(whole, found)[:5]}, {said[-500:]}"
+
+
 # Running and killing
 
 
@@ -267,7 +364,7 @@ def watch_changes(stop_at: int | None) -> Callable[[], int]:
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal seen
         opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES
-        if opened or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate"):
+        if opened or event in ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "os.link"):
             seen += 1
             if seen == stop_at:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 # Of ``fnpipe.json`` and of every ``meta.json``.
 FORMAT_VERSION = 1
 META = "meta.json"
+RUN_CONFIG = "config.json"
 # Programs that read a folder as one table pass over names that begin with an underscore.
-_META_OF = {"edges": "_meta.json"}
+_META_OF = {"edges": "_meta.json", "runs": RUN_CONFIG}
 LOCK = ".lock"
 
 _META_KEYS: dict[str, type] = {"params": dict, "inputs": dict, "digest": str}
@@ -113,18 +114,61 @@ class Stage:
         Raises:
             InputError: the stage was begun with other parameters or from other inputs.
         """
-        if overwrite and self.path.exists():
-            shutil.rmtree(self.path)
         made_with = json.loads(json.dumps({"params": dict(params), "inputs": dict(inputs)}))
-        meta = self.meta()
+        meta = None if overwrite else self.meta()
         if meta is None:
-            self.write_meta({"format": FORMAT_VERSION, **made_with, "complete": False})
-        else:
-            self._refuse_mixing(meta, made_with)
-            if meta.get("complete"):
-                return False
+            self.start({"format": FORMAT_VERSION, **made_with, "complete": False}, overwrite=overwrite)
+            return True
+        self._remove_replaced()
+        self._refuse_mixing(meta, made_with)
+        if meta.get("complete"):
+            return False
         atomic.sweep(self.path)
         return True
+
+    def start(self, record: Mapping[str, Any], *, overwrite: bool) -> None:
+        """Write the first record of the stage; with ``overwrite`` in the place of all that is there.
+
+        What is there goes out of the way in one step: killed at any moment, the stage is the old one, whole, or a new
+        one that has begun, never a part of the old.
+
+        Raises:
+            InputError: files are there without a record, or the directory is a link.
+        """
+        self.refuse_unrecorded(overwrite=overwrite)
+        self._remove_replaced()
+        if overwrite and self.path.exists():
+            if self.path.is_symlink():
+                target = self.path.resolve()
+                raise InputError(f"{self.path}: a link to {target}, which --overwrite leaves alone; remove it yourself")
+            self.path.rename(self._replaced)
+        self.write_meta(record)
+        self._remove_replaced()
+        atomic.sweep(self.path)
+
+    def refuse_unrecorded(self, *, overwrite: bool) -> None:
+        """Refuse files that no record speaks of: nobody knows what they were made from.
+
+        Raises:
+            InputError: there are such, and they are not to be overwritten.
+        """
+        if overwrite or self.record.exists() or not self.path.is_dir():
+            return
+        files = (path for path in self.path.iterdir() if not path.name.startswith(atomic.TEMPORARY_PREFIX))
+        if file := next(files, None):
+            raise InputError(
+                f"{self.path}: holds {file.name} but no {self.record.name}, which says what it was made from; bring "
+                "that back, or --overwrite to start afresh"
+            )
+
+    @property
+    def _replaced(self) -> Path:
+        """Where a stage that is overwritten goes, until it is removed."""
+        return self.path.with_name(f"{atomic.TEMPORARY_PREFIX}{self.path.name}")
+
+    def _remove_replaced(self) -> None:
+        if self._replaced.exists():
+            shutil.rmtree(self._replaced)
 
     def finish(
         self, outputs: Sequence[str | Path], beside: Sequence[str | Path] = (), /, **facts: Any
@@ -181,10 +225,18 @@ class Stage:
             raise InputError(f"{self.path}: not there; run `{self.command}` first")
         if not meta.get("complete"):
             raise InputError(f"{self.path}: not finished; run the same `{self.command}` command again")
-        for name, digest in meta["inputs"].items():
-            self._require_fresh(name, digest)
+        self.require_fresh(meta["inputs"])
         self.require_outputs()
         return meta
+
+    def require_fresh(self, inputs: Mapping[str, str]) -> None:
+        """Refuse a stage that was made from other ``inputs`` than the workspace holds now.
+
+        Raises:
+            InputError: one of them is another by now.
+        """
+        for name, digest in inputs.items():
+            self._require_fresh(name, digest)
 
     def require_outputs(self) -> None:
         """Refuse a stage of which a file is gone: with what is left, later stages would be made of less."""

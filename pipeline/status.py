@@ -19,7 +19,7 @@ from fnpipe.pipeline.parts import PARTS
 from fnpipe.pipeline.shard import ShardConfig, summary_of
 from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.storage import is_remote, local_path
-from fnpipe.pipeline.workspace import MANIFEST, RUN_CONFIG, Workspace, read_manifest
+from fnpipe.pipeline.workspace import MANIFEST, Workspace, read_manifest
 
 _EXAMPLES = 5
 GONE, DAMAGED = "files are gone", "damaged"
@@ -161,7 +161,7 @@ def _stage(stage: Stage) -> _Found:
 def _run(run: Stage) -> _Found:
     """A run: its ``config.json`` holds what it was made from and with."""
     try:
-        record = json.loads((run.path / RUN_CONFIG).read_bytes())
+        record = json.loads(run.record.read_bytes())
         inputs, params, notes = dict(record["inputs"]), dict(record["asked"]), _notes(record)
     except (ValueError, TypeError, KeyError, RecursionError):
         return _Found(run.name, DAMAGED, {}, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -19,7 +20,6 @@ from fnpipe.pipeline.sharded_tars import require_unchanged
 from fnpipe.pipeline.stage import FORMAT_VERSION, Stage, read_object
 
 MANIFEST = "fnpipe.json"
-RUN_CONFIG = "config.json"
 
 PAIRS_SCHEMA = pa.schema(
     [
@@ -42,6 +42,9 @@ PAIRS_SCHEMA = pa.schema(
 IMAGES_SCHEMA = pa.schema(
     [("image_id", pa.int64()), ("key", pa.string()), ("source", pa.string()), ("image", pa.string())]
 )
+
+# A file system takes 255 bytes; what stands beside a stage has a longer name than the stage itself.
+_LONGEST_NAME = 240
 
 _BEGUN_KEYS = ("format", "sources", "params")
 _FINISHED_KEYS = (*_BEGUN_KEYS, "counts", "shards", "images_per_shard", "pairs_per_shard", "splits", "digest")
@@ -180,6 +183,8 @@ class Workspace:
         kind, _, own = name.partition("/")
         if not own or own.startswith(".") or own != own.strip() or any(c in own for c in "/\\\0\n"):
             raise InputError(f"{own!r}: no name for {kind}; give a plain one, without slashes or a leading dot")
+        if len(os.fsencode(own)) > _LONGEST_NAME:
+            raise InputError(f"{own[:40]!r}...: too long a name for {kind}; at most {_LONGEST_NAME} bytes")
         return Stage(self, name)
 
     def names(self, kind: str) -> list[str]:
@@ -187,10 +192,9 @@ class Workspace:
         directory = self.root / kind
         if not directory.is_dir():
             return []
-        records = (
-            p / RUN_CONFIG if kind == "runs" else Stage(self, f"{kind}/{p.name}").record for p in directory.iterdir()
-        )
-        return sorted(record.parent.name for record in records if record.exists())
+        # What is being overwritten, and its lock, have a leading dot.
+        names = (path.name for path in directory.iterdir() if not path.name.startswith("."))
+        return sorted(name for name in names if Stage(self, f"{kind}/{name}").record.exists())
 
     def only(self, kind: str, flag: str) -> str:
         """The only name under ``kind``, for a flag that was not given.

@@ -40,8 +40,8 @@ from fnpipe.train.frozen_evaluate import evaluate_frozen
 from fnpipe.train.frozen_runs import FrozenModel, describe_source, save_frozen
 from fnpipe.train.inputs import check_batch_size, file_digest, identity_beyond_records, planned_batches
 from fnpipe.train.log import Log, epoch_line, plot_losses, read_metrics
-from fnpipe.train.loop import asked_values, begin_record, deterministic, require_inputs, stop_signals
-from fnpipe.train.runs import CHECKPOINTS, CONFIG, METRICS, checkpoint_digests, read_run_config, run_directory
+from fnpipe.train.loop import asked_values, deterministic, earlier_record, require_inputs, stop_signals
+from fnpipe.train.runs import CHECKPOINTS, CONFIG, METRICS, checkpoint_digests, run_directory
 from fnpipe.train.tensorfile import write_state
 from fnpipe.train.training import AfterStep, Report
 from fnpipe.train.vacsr import SeededNoise, vacsr_loss
@@ -140,7 +140,7 @@ def train_frozen(
         raise InputError("training on frozen embeddings takes one process; leave torchrun out")
     directory = run_directory(workspace, run)
     with workspace.stage(f"runs/{run}").alone():
-        before = None if overwrite or not (directory / CONFIG).exists() else read_run_config(directory)
+        before = None if overwrite else earlier_record(workspace.stage(f"runs/{run}"))
         asked = asked_values(directory, before, values, resume)
         if before is not None and before.get("complete"):
             result: dict[str, Any] = before["result"]
@@ -197,7 +197,7 @@ def _prepare(
         "torch": torch.__version__,
     }
     # Everything has been checked: only now may what is there be touched.
-    begin_record(directory, record, overwrite)
+    workspace.stage(f"runs/{directory.name}").start(record, overwrite=overwrite)
     return FrozenTraining(config, inputs, device, directory, record, queries)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -15,9 +14,8 @@ from typing import Any
 import torch
 
 from fnpipe.mining.discriminators import Discriminator
-from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.stage import FORMAT_VERSION
+from fnpipe.pipeline.stage import FORMAT_VERSION, Stage
 from fnpipe.pipeline.workers import available_cpus
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.batches import share
@@ -28,7 +26,7 @@ from fnpipe.train.falcon_config import check_reward
 from fnpipe.train.inputs import init_digest, open_inputs
 from fnpipe.train.pictures import fits_in_memory
 from fnpipe.train.processes import Processes, processes
-from fnpipe.train.runs import CONFIG, model_file, read_run_config, run_directory, starting_model
+from fnpipe.train.runs import model_file, read_run_config, run_directory, starting_model
 from fnpipe.train.training import AfterStep, Report, Training
 
 
@@ -58,7 +56,7 @@ def train(
     """
     directory = run_directory(workspace, run)
     with processes(str(values.get("device", "auto"))) as group, _alone(workspace, run, group):
-        before = None if overwrite or not (directory / CONFIG).exists() else read_run_config(directory)
+        before = None if overwrite else earlier_record(workspace.stage(f"runs/{run}"))
         asked = asked_values(directory, before, values, resume)
         if before is not None and before.get("complete"):
             result: dict[str, Any] = before["result"]
@@ -84,6 +82,21 @@ def _alone(workspace: Workspace, run: str, group: Processes) -> Iterator[None]:
     """Hold the run against a second training in it; of all processes the one that writes does."""
     with workspace.stage(f"runs/{run}").alone() if group.first else nullcontext():
         yield
+
+
+def earlier_record(run: Stage) -> dict[str, Any] | None:
+    """``config.json`` of a run that was begun before; None where it was not.
+
+    Raises:
+        InputError: the run's files are there without it, or its inputs have changed since it was finished.
+    """
+    run.refuse_unrecorded(overwrite=False)
+    if not run.record.exists():
+        return None
+    record = read_run_config(run.path)
+    if record.get("complete"):
+        run.require_fresh(record["inputs"])
+    return record
 
 
 def asked_values(
@@ -117,15 +130,6 @@ def require_inputs(directory: Path, before: Mapping[str, Any] | None, digests: M
     if before is not None and before["inputs"] != digests:
         changed = sorted(k for k in {*before["inputs"], *digests} if before["inputs"].get(k) != digests.get(k))
         raise InputError(f"{directory}: started from other {', '.join(changed)}; use another --run, or --overwrite")
-
-
-def begin_record(directory: Path, record: Mapping[str, Any], overwrite: bool) -> None:
-    """Write ``config.json`` of a run that begins or goes on, over what is there or instead of it."""
-    if overwrite and directory.exists():
-        shutil.rmtree(directory)
-    if directory.exists():
-        atomic.sweep(directory)
-    atomic.write_json(directory / CONFIG, record)
 
 
 def _prepare(
@@ -195,7 +199,7 @@ def _prepare(
     # Everything has been checked: only now may what is there be touched.
     group.wait()
     if group.first:
-        begin_record(directory, record, overwrite)
+        workspace.stage(f"runs/{directory.name}").start(record, overwrite=overwrite)
     return Training(config, inputs, model.to(group.device), group, directory, record, queries)
 
 

@@ -73,6 +73,10 @@ def evaluate_run(
             that has no ITM head.
     """
     directory = run_path(workspace, run)
+    if "/" not in run:
+        # Of other pairs than it was trained on nobody knows which it has seen: the test split was drawn anew.
+        trained_on = read_run_config(directory).get("inputs", {})
+        workspace.stage(f"runs/{run}").require_fresh({"pairs": trained_on.get("pairs", workspace.digest)})
     if top_k is not None and not read_run_config(directory)["config"].get("itm"):
         raise InputError(f"--run {run} trained no ITM head, which alone looks at the top k; leave --top-k {top_k} out")
     if is_frozen_run(directory):

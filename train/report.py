@@ -132,12 +132,12 @@ def _run_directories(path: Path) -> list[Path]:
     if (path / CONFIG).is_file():
         return [path]
     if (path / MANIFEST).is_file():
-        found = sorted(child for child in (path / "runs").glob("*") if (child / CONFIG).is_file())
+        found = sorted(child for child in (path / "runs").glob("[!.]*") if (child / CONFIG).is_file())
         if not found:
             raise InputError(f"{path}: a workspace without runs; train one with `fnpipe train {path}`")
         return found
     if not path.exists():
-        siblings = sorted(child.parent.name for child in path.parent.glob(f"*/{CONFIG}"))
+        siblings = sorted(child.parent.name for child in path.parent.glob(f"[!.]*/{CONFIG}"))
         raise InputError(
             f"{path}: no such run{nearest(path.name, siblings)}; give directories like WORKSPACE/runs/NAME"
         )

@@ -17,12 +17,13 @@ from typing import Any
 
 from fnpipe.pipeline.digests import content_digests
 from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.stage import RUN_CONFIG
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.building import build_model, load_model
 from fnpipe.train.config import TINY
 from fnpipe.train.model import ModelConfig, VLModel
 
-CONFIG = "config.json"
+CONFIG = RUN_CONFIG
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 
@@ -39,7 +40,7 @@ def run_directory(workspace: Workspace, name: str) -> Path:
     """
     if not name or "/" in name or name.startswith("."):
         raise InputError(f"--run {name!r}: give a plain name; the run goes to {workspace.root}/runs/NAME")
-    return workspace.root / "runs" / name
+    return workspace.stage(f"runs/{name}").path
 
 
 def find_run(workspace: Workspace, name: str) -> Path:

@@ -163,6 +163,8 @@ def _render(summary: EmbedSummary) -> None:
         f"{made:,} of {summary.shards:,} shards in {summary.seconds:,.1f} s",
     )
     Console(markup=False).print(table)
+    for note in summary.notes:
+        print(shown(f"note: {note}"))
 
 
 def _render_import(summary: ImportSummary) -> None:

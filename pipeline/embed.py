@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pyarrow as pa
 import torch
 
 from fnpipe.pipeline import atomic
+from fnpipe.pipeline.cut_captions import CUT_SCHEMA, cut_notes
 from fnpipe.pipeline.embeddings import BAD_SCHEMA, image_array_path, read_bad, text_array_path
 from fnpipe.pipeline.encoders import Encoder
 from fnpipe.pipeline.encoding import ComputeOptions, ShardRows, embed_shards
@@ -68,6 +70,7 @@ class EmbedSummary:
         bad: rows without an embedding, by reason.
         shards_done_before: shards that an earlier run had finished.
         seconds: of this run, loading of the model excluded.
+        notes: what a user should know of the vectors, in sentences.
     """
 
     name: str
@@ -78,6 +81,7 @@ class EmbedSummary:
     bad: dict[str, int] = field(default_factory=dict)
     shards_done_before: int = 0
     seconds: float = 0.0
+    notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -143,6 +147,7 @@ def fill(
             summary.shards_done_before = workspace.n_shards
         remove_parts(stage)
     summary.bad = count_bad(stage)
+    summary.notes = (stage.meta() or {}).get("notes", [])
     summary.seconds = time.monotonic() - start
     return summary
 
@@ -192,6 +197,8 @@ def write_rows(stage: Stage, rows: ShardRows) -> None:
         BAD_SCHEMA,
     )
     atomic.write_table(_part_path(stage, rows.shard), table)
+    if len(rows.cut):
+        atomic.write_table(_cut_path(stage, rows.shard), pa.table(list(rows.cut.T), schema=CUT_SCHEMA))
     atomic.write_array(text_array_path(stage.path, rows.shard), rows.texts)
     atomic.write_array(image_array_path(stage.path, rows.shard), rows.images)
 
@@ -201,17 +208,19 @@ def is_done(stage: Stage, shard: int) -> bool:
 
 
 def finish(stage: Stage, width: int, description: Mapping[str, Any], options: ComputeOptions | None) -> None:
-    """Join the shards' bad rows into ``bad.parquet`` and mark the embeddings as finished."""
+    """Join the shards' bad rows into ``bad.parquet``, count cut captions, and mark the embeddings as finished."""
     shards = range(stage.workspace.n_shards)
     parts = [atomic.read_table(_part_path(stage, shard)) for shard in shards]
     atomic.write_table(stage.path / "bad.parquet", pa.concat_tables([BAD_SCHEMA.empty_table(), *parts]))
     arrays = [path_of(stage.path, shard) for path_of in (image_array_path, text_array_path) for shard in shards]
-    facts = {"threads": options.threads} if options else {}
+    cut = [atomic.read_table(path) for path in map(partial(_cut_path, stage), shards) if path.exists()]
+    notes = cut_notes(pa.concat_tables([CUT_SCHEMA.empty_table(), *cut]), stage.workspace.n_pairs)
+    facts = {**({"threads": options.threads} if options else {}), **({"notes": notes} if notes else {})}
     stage.finish([*arrays, "bad.parquet"], **description, **facts, width=width, dtype="float16", normalised=True)
 
 
 def remove_parts(stage: Stage) -> None:
-    """Remove the shards' own lists of bad rows, which ``bad.parquet`` holds by now."""
+    """Remove the shards' own lists, which ``bad.parquet`` and the notes sum up by now."""
     for path in (stage.path / "parts").glob("*.parquet"):
         path.unlink()
     if (stage.path / "parts").is_dir():
@@ -225,3 +234,7 @@ def count_bad(stage: Stage) -> dict[str, int]:
 
 def _part_path(stage: Stage, shard: int) -> Path:
     return stage.path / "parts" / f"{shard:05d}.parquet"
+
+
+def _cut_path(stage: Stage, shard: int) -> Path:
+    return stage.path / "parts" / f"{shard:05d}.cut.parquet"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -97,7 +97,19 @@ class Tokenize:
         self._tokenizer = tokenizer
 
     def __call__(self, captions: list[str]) -> torch.Tensor:
-        return _tensor(self._tokenizer([self._CONTROL.sub(r"< \1 >", caption) for caption in captions]))
+        return _tensor(self._tokenizer(self._plain(captions)))
+
+    def is_cut(self, captions: Sequence[str], /) -> list[bool]:
+        """Whether each caption loses its tail: with room for one token more, another stands where its end stood."""
+        if not captions:
+            return []
+        rows = _tensor(self._tokenizer(self._plain(captions)))
+        longer = _tensor(self._tokenizer(self._plain(captions), context_length=rows.shape[1] + 1))
+        differs: list[bool] = (longer[:, :-1] != rows).any(dim=1).tolist()
+        return differs
+
+    def _plain(self, captions: Sequence[str]) -> list[str]:
+        return [self._CONTROL.sub(r"< \1 >", caption) for caption in captions]
 
 
 def text_tower_to_cut(model: torch.nn.Module) -> Any | None:

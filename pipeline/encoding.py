@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ class ShardRows:
         images, texts: (images, d) and (pairs, d) float16, of length 1; zeros where ``bad`` says why.
         bad_images, bad_texts: row inside the shard -> reason.
         made_by: the description of the encoder that made them.
+        cut: (captions that were cut, 2) int64, `cut_captions.CUT_SCHEMA`.
     """
 
     shard: int
@@ -55,6 +56,7 @@ class ShardRows:
     bad_images: dict[int, str]
     bad_texts: dict[int, str]
     made_by: Mapping[str, Any]
+    cut: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int64))
 
 
 def embed_shards(
@@ -66,7 +68,7 @@ def embed_shards(
         parts = parts_of(tasks, options.batch_size, started)
         stream = prepared(encoder, parts, options.batch_size, options.workers, processes=options.processes)
         # A shard's first part is its tokens, so that there is a part even where there is no picture.
-        for tokens in stream:
+        for tokens, cut in stream:
             task = started.popleft()
             texts, bad_texts = unit_rows(encode_texts(encoder, tokens, TEXTS_PER_IMAGE * options.batch_size))
             outputs: list[torch.Tensor] = []
@@ -81,7 +83,9 @@ def embed_shards(
                 images[row] = 0
                 bad_images[row] = DECODE_ERROR
             made_by = dict(encoder.description)
-            yield ShardRows(task.shard, images, texts, dict(sorted(bad_images.items())), bad_texts, made_by)
+            yield ShardRows(
+                task.shard, images, texts, dict(sorted(bad_images.items())), bad_texts, made_by, cut.numpy()
+            )
 
 
 def encode_texts(encoder: Encoder, tokens: torch.Tensor, batch_size: int) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from fnpipe.pipeline.cut_captions import find_cut
 from fnpipe.pipeline.decode import MAX_PIXELS, decode_or_none
 from fnpipe.pipeline.encoders import Encoder
 from fnpipe.pipeline.storage import read_ranges
@@ -77,9 +78,11 @@ class Prepare(Dataset[Any]):
         self.tokenize = tokenize
 
     def __getitem__(self, part: ImagePart | TextPart) -> Any:
-        """Tokens (captions, L); or a batch (n, 3, h, w) and the rows of it that could not be decoded (blank)."""
+        """Tokens (captions, L), and (cut ones, 2) as `find_cut` gives them; or a batch (n, 3, h, w) and the rows of it
+        that could not be decoded (blank)."""
         if isinstance(part, TextPart):
-            return self.tokenize(part.captions) if part.captions else torch.empty((0, 1), dtype=torch.int64)
+            tokens = self.tokenize(part.captions) if part.captions else torch.empty((0, 1), dtype=torch.int64)
+            return tokens, find_cut(self.tokenize, part.captions, tokens)
         encoded = read_ranges([part.url] * len(part.sizes), part.offsets, part.sizes)
         pictures = [decode_or_none(data, max_pixels=part.max_pixels) for data in encoded]
         failures = [row for row, picture in enumerate(pictures) if picture is None]

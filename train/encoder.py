@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,10 @@ class PadToContext:
         ids = self._tokenizer(captions)
         missing = self._tokenizer.context_length - ids.shape[1]
         return F.pad(ids, (0, missing), value=self._tokenizer.pad_id)
+
+    def is_cut(self, captions: Sequence[str], /) -> list[bool]:
+        """Whether each caption loses its tail."""
+        return self._tokenizer.is_cut(captions)
 
 
 def load_encoder(

@@ -61,6 +61,10 @@ class CaptionTokenizer:
             out[i, : len(ids)] = torch.tensor(ids)
         return out
 
+    def is_cut(self, captions: Sequence[str]) -> list[bool]:
+        """Whether each caption has more ids than a row."""
+        return [len(ids) > self.context_length for ids in self._encode(captions)] if captions else []
+
     @property
     def starts_alike(self) -> bool:
         """Whether `write_tokenizer` can pad with the end of text, behind a first id that is always the same."""

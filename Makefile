@@ -1,11 +1,11 @@
-# Everything a newcomer needs: `make demo`, `make test`, `make lint`.
+# Everything a newcomer needs: `make demo`, `make test`, `make lint`, `make docs`.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_DEV := $(VENV)/.installed-dev
 
-.PHONY: demo test lint format clean
+.PHONY: demo test lint docs format clean
 
 demo: $(INSTALLED)
 	$(BIN)/fnpipe demo demo-out
@@ -22,6 +22,10 @@ lint: $(INSTALLED_DEV)
 	for p in pipeline mining train cli; do ln -sfn $(CURDIR)/$$p build/types/fnpipe/$$p; done
 	MYPYPATH=build/types $(BIN)/mypy -p fnpipe
 	$(BIN)/pytest tests/test_project.py
+
+# A link that leads nowhere, or a page that is in no menu, is an error.
+docs: $(INSTALLED_DEV)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(INSTALLED_DEV)
 	$(BIN)/ruff check --fix .

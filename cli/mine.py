@@ -264,6 +264,7 @@ def inspect_command(
     Example: fnpipe inspect work --edges itm --label positive --limit 20 --html report.html
     """
     from fnpipe.mining.accuracy import stage_against_truth
+    from fnpipe.mining.edges import EdgesInfo
     from fnpipe.mining.gallery import write_gallery
     from fnpipe.mining.inspection import InspectConfig, inspect_edges
     from fnpipe.mining.truth import Truth
@@ -273,7 +274,7 @@ def inspect_command(
     config = InspectConfig(label=label, source=source, limit=limit, tau_low=tau_low, tau_high=tau_high)
     stage = opened.resolve("edges", edges, "--edges")
     known = Truth.read(truth, opened) if truth is not None else None
-    thresholds = config.thresholds(stage)
+    thresholds, notes = config.thresholds(stage), EdgesInfo.read(stage).notes
     view = inspect_edges(stage, config, known)
     accuracy = stage_against_truth(stage, known, thresholds) if known is not None else None
     page = None
@@ -283,6 +284,7 @@ def inspect_command(
         "edges": stage.name.partition("/")[2],
         "labels": view.labels,
         "matching": view.matching,
+        "notes": list(notes),
         "accuracy": accuracy.as_json() if accuracy is not None else None,
         "html": asdict(page) if page is not None else None,
         "rows": [asdict(row) for row in view.rows],
@@ -290,6 +292,8 @@ def inspect_command(
 
     def render() -> None:
         _render_view(view, stage.name)
+        for note in notes:
+            print(note)
         if accuracy is not None:
             _render_accuracy(accuracy)
         if page is not None:

@@ -19,11 +19,11 @@ import torch
 
 from fnpipe.mining.candidates import CandidateRuns, Candidates
 from fnpipe.mining.discriminators import AnyDiscriminator, EmbeddingDiscriminator
-from fnpipe.mining.edges import RECORDED, edge_parts, part_path, recorded_parts, recorded_path
+from fnpipe.mining.edges import RECORDED, EdgesInfo, Trust, edge_parts, part_path, recorded_parts, recorded_path
 from fnpipe.mining.inputs import MineConfig, MineInputs, count_new, of_shard
 from fnpipe.mining.judging import Judge
 from fnpipe.mining.labels import finish_edges, judged_probabilities, relabel_parts, share_threshold
-from fnpipe.mining.records import IDENTITY_BOUND
+from fnpipe.mining.trust import judge_sample
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.engines import RayPool
 from fnpipe.pipeline.progress import Advance, progress
@@ -41,7 +41,7 @@ class MineSummary:
     """What a finished pass left: ``unique_combinations = judgements + identity + undecodable``.
 
     Attributes:
-        identity_bound: of the identity rule; 0: it was not applied. notes: sentences.
+        identity_bound: of the identity rule; 0: it was not applied. trust: None: not measured. notes: sentences.
         positives: by source. new_per_source: combinations that a planned epoch (or the graph) was the first to propose.
     """
 
@@ -56,6 +56,7 @@ class MineSummary:
     tau_high: float
     new_per_source: Mapping[str, int]
     identity_bound: int
+    trust: Trust | None
     notes: Sequence[str]
     path: str
 
@@ -80,6 +81,7 @@ def mine_connections(
             runs, judge = inputs.runs(stage.path / _CANDIDATES), inputs.judge(con_d)
             with torch_threads(threads), _engine(inputs, judge, threads) as judge_all:
                 _judge_shards(stage, runs, judge_all)
+                judge_sample(stage, judge)
             new = count_new(runs, workspace)
             tau = (config.tau_low, config.tau_high)
             if config.positive_share is not None:
@@ -87,9 +89,15 @@ def mine_connections(
                 relabel_parts(stage, *tau)
             unique = sum(new.values())
             rows = sum(pq.read_metadata(path).num_rows for path in edge_parts(stage))
-            facts: dict[str, Any] = {"identity_bound": judge.identity.bound, "notes": judge.identity.notes}
-            facts |= {"unique_combinations": unique, "undecodable": unique - rows, "new_per_source": new}
-            finish_edges(stage, *tau, **facts)
+            finish_edges(
+                stage,
+                *tau,
+                unique_combinations=unique,
+                undecodable=unique - rows,
+                new_per_source=new,
+                identity_bound=judge.identity.bound,
+                identity_beyond=list(judge.identity.beyond),
+            )
         if config.score_recorded and not recorded_parts(stage):
             atomic.sweep(stage.path)
             with torch_threads(threads):
@@ -102,7 +110,8 @@ def mine_connections(
 
 def summarise(stage: Stage) -> MineSummary:
     """The summary of finished edges, from what they say of themselves."""
-    meta = {"identity_bound": IDENTITY_BOUND, "notes": [], **stage.require()}
+    info = EdgesInfo.read(stage)
+    meta = {**stage.require(), "identity_bound": info.identity_bound, "notes": info.notes, "trust": info.trust}
     told = {field: meta[field] for field in MineSummary.__dataclass_fields__ if field not in ("edges", "path")}
     return MineSummary(edges=stage.name.partition("/")[2], path=str(stage.path), **told)
 

@@ -24,6 +24,9 @@ SOURCES = ("discriminator", "identity")
 DISCRIMINATOR, IDENTITY = 0, 1
 # MAFA's thresholds.
 TAU_LOW, TAU_HIGH = 0.5, 0.8
+# Below these a discriminator is called doubtful. Matching heads that find what is true order over 95 % of such pairs.
+TRUSTED_AUROC, TRUSTED_PRECISION = 0.9, 0.5
+NOT_MEASURED = "whether the discriminator can be trusted was not measured"
 
 _NAMES = pa.dictionary(pa.int32(), pa.string())
 
@@ -116,6 +119,50 @@ def labels_of(table: pa.Table, thresholds: tuple[float, float] | None) -> np.nda
 
 
 @dataclass(frozen=True)
+class Trust:
+    """How well a discriminator tells recorded pairs from random ones; see `fnpipe.mining.trust`.
+
+    Attributes:
+        recorded, random: pairs judged. recorded_above, random_above: shares of them above ``tau_high``.
+        auroc: the probability that a recorded pair has a higher p than a random one.
+        precision_at_most: of what was found; None where nothing was.
+    """
+
+    recorded: int
+    random: int
+    recorded_above: float
+    random_above: float
+    auroc: float
+    precision_at_most: float | None
+
+    @property
+    def is_chance(self) -> bool:
+        """Whether three standard errors do not tell ``auroc`` from 0.5."""
+        error = np.sqrt((self.recorded + self.random + 1) / (12 * self.recorded * self.random))
+        return bool(self.auroc < 0.5 + 3 * error)
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the positives are worth training with, as far as this can tell."""
+        sure = self.precision_at_most is None or self.precision_at_most >= TRUSTED_PRECISION
+        return not self.is_chance and self.auroc >= TRUSTED_AUROC and sure
+
+    @property
+    def sentence(self) -> str:
+        """The figures, and what they mean."""
+        figures = (
+            f"{self.recorded_above:.1%} of {self.recorded:,} recorded pairs and {self.random_above:.1%} of "
+            f"{self.random:,} random ones lie above the threshold; a recorded one has the higher p in {self.auroc:.1%} "
+            "of comparisons"
+        )
+        if self.precision_at_most is not None:
+            figures += f"; at most {self.precision_at_most:.0%} of what it found is true"
+        if self.is_chance:
+            return f"the discriminator is no better than chance: {figures}"
+        return f"trust: {figures}" if self.trusted else f"the discriminator is doubtful: {figures}"
+
+
+@dataclass(frozen=True)
 class EdgesInfo:
     """What finished edges say of themselves; whoever wants to know reads it here.
 
@@ -128,6 +175,7 @@ class EdgesInfo:
         identity_bound: of the identity rule; 0: it was not applied.
         judgements, identity: rows by source. labels: rows by label. positives: positive rows by source.
         histogram: of p over 20 equal bins, of what was judged.
+        trust: None where it was not measured, as by 0.1.0. notes: sentences.
     """
 
     name: str
@@ -142,6 +190,8 @@ class EdgesInfo:
     labels: Mapping[str, int]
     positives: Mapping[str, int]
     histogram: tuple[int, ...]
+    trust: Trust | None
+    notes: tuple[str, ...]
 
     @classmethod
     def read(cls, stage: Stage) -> EdgesInfo:
@@ -166,6 +216,8 @@ class EdgesInfo:
                 labels={label: int(meta["labels"][label]) for label in LABELS},
                 positives={source: int(meta["positives"][source]) for source in SOURCES},
                 histogram=tuple(map(int, meta["histogram"]["counts"])),
+                trust=Trust(**meta["trust"]["figures"]) if meta.get("trust") else None,
+                notes=tuple(meta.get("notes", [NOT_MEASURED])),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"

@@ -78,7 +78,7 @@ def export(
     with new_directory(directory, "fnpipe export") as unfinished:
         records = _with_progress(read_records(workspace, edges, tally, identity=identity), workspace.n_images)
         rows, notes = _write(form, records, unfinished, Path(place))
-        notes += _notes(form, tally)
+        notes += [*_notes(form, tally), *EdgesInfo.read(edges).notes]
         text = export_card.card(form, address, tally.images, tally.captions, rows, [*_facts(edges), *notes])
         (unfinished / "README.md").write_text(text, encoding="utf-8")
     if push is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from fnpipe.mining.edges import (
     EDGES_SCHEMA,
     IDENTITY,
     LABELS,
+    NOT_MEASURED,
     POSITIVE,
     SOURCES,
     check_thresholds,
@@ -22,6 +24,8 @@ from fnpipe.mining.edges import (
     read_part,
     recorded_parts,
 )
+from fnpipe.mining.records import identity_notes
+from fnpipe.mining.trust import measure_trust, trust_file
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.stage import Stage
@@ -31,7 +35,7 @@ HISTOGRAM_BINS = 20
 # What no label changes.
 _CARRIED = ("unique_combinations", "undecodable", "new_per_source")
 # The same, which 0.1.0 did not record.
-_CARRIED_IF_THERE = ("identity_bound", "notes")
+_CARRIED_IF_THERE = ("identity_bound", "identity_beyond")
 
 
 def share_threshold(probabilities: np.ndarray, share: float) -> float:
@@ -137,4 +141,11 @@ def _relabel(stage: Stage, tau_low: float, tau_high: float, positive_share: floa
 def finish_edges(stage: Stage, tau_low: float, tau_high: float, **facts: Any) -> None:
     """Count the labels and mark the edges as finished."""
     counts = count_labels(stage)
-    stage.finish(edge_parts(stage), recorded_parts(stage), **facts, tau_low=tau_low, tau_high=tau_high, **counts)
+    found = counts["positives"]["discriminator"] / max(counts["judgements"], 1)
+    trust = measure_trust(stage, tau_high, found)
+    begun = {**(stage.meta() or {}), **facts}
+    notes = identity_notes(begun.get("identity_bound", 0), begun.get("identity_beyond", (0, 0)))
+    notes.append(NOT_MEASURED if trust is None else trust.sentence)
+    told = None if trust is None else {"figures": asdict(trust), "trusted": trust.trusted}
+    facts |= {"tau_low": tau_low, "tau_high": tau_high, **counts, "trust": told, "notes": notes}
+    stage.finish(edge_parts(stage), [*recorded_parts(stage), *trust_file(stage)], **facts)

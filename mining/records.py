@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,6 +72,17 @@ def codes_of(column: pa.ChunkedArray) -> np.ndarray:
 IDENTITY_BOUND = 20
 
 
+def identity_notes(bound: int, beyond: Sequence[int]) -> list[str]:
+    """What people should know of the bound of the identity rule: a sentence, if pictures or captions lie beyond it."""
+    pictures, captions = beyond
+    if not bound or not (pictures or captions):
+        return []
+    return [
+        f"identity concludes nothing of {pictures:,} pictures with more than {bound} different captions and "
+        f"{captions:,} captions on more than {bound} different pictures"
+    ]
+
+
 @dataclass(frozen=True)
 class Identity:
     """The identity rule: the same picture and the same caption as some recorded pair make a match, before judging.
@@ -114,17 +126,6 @@ class Identity:
         kept = (on_picture[pictures] <= bound) & (on_caption[captions] <= bound)
         beyond = int((on_picture > bound).sum()), int((on_caption > bound).sum())
         return cls(picture_codes, caption_codes, keys[kept], bound, beyond)
-
-    @property
-    def notes(self) -> list[str]:
-        """What people should know of the bound: a sentence, if anything lies beyond it."""
-        pictures, captions = self.beyond
-        if not self.bound or not (pictures or captions):
-            return []
-        return [
-            f"identity concludes nothing of {pictures:,} pictures with more than {self.bound} different captions and "
-            f"{captions:,} captions on more than {self.bound} different pictures"
-        ]
 
     @property
     def repeats(self) -> bool:

@@ -22,6 +22,8 @@ from fnpipe.pipeline.storage import is_remote, local_path
 from fnpipe.pipeline.workspace import MANIFEST, Workspace, read_manifest
 
 _EXAMPLES = 5
+# Of edges that 0.1.0 made.
+_NOT_MEASURED = "whether the discriminator can be trusted was not measured"
 GONE, DAMAGED = "files are gone", "damaged"
 # Methods whose runs train no matching head.
 _WITHOUT_HEAD = ("itc", "adapter", "vacsr")
@@ -122,6 +124,8 @@ class _Found:
     inputs: Mapping[str, Any]
     params: Mapping[str, Any]
     notes: Sequence[str] = ()
+    # Whether the positives of edges are worth training with, as far as their record can tell.
+    trusted: bool = True
 
     @property
     def kind(self) -> str:
@@ -146,7 +150,9 @@ def _stage(stage: Stage) -> _Found:
         meta = stage.meta() or {}
     except InputError:
         return _Found(stage.name, DAMAGED, {}, {})
-    described = meta.get("inputs", {}), meta.get("params", {}), _notes(meta)
+    params = {**meta.get("params", {}), **_in_force(meta)}
+    notes = _notes(meta) if "notes" in meta or stage.kind != "edges" else [_NOT_MEASURED]
+    described = meta.get("inputs", {}), params, notes
     if not meta.get("complete"):
         return _Found(stage.name, "not finished", *described)
     if stage.missing():
@@ -155,7 +161,14 @@ def _stage(stage: Stage) -> _Found:
         stage.require()
     except InputError:
         return _Found(stage.name, "out of date", *described)
-    return _Found(stage.name, "finished", *described)
+    trust = meta.get("trust")
+    trusted = not isinstance(trust, dict) or trust.get("trusted") is not False
+    return _Found(stage.name, "finished", *described, trusted)
+
+
+def _in_force(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """The thresholds of edges, which need not be those that were asked for."""
+    return {key: round(meta[key], 4) for key in ("tau_low", "tau_high") if isinstance(meta.get(key), float)}
 
 
 def _run(run: Stage) -> _Found:
@@ -199,7 +212,10 @@ def _needed(kind: str, stages: Sequence[_Found]) -> str:
         return " --model ViT-B-32 --pretrained laion2b_s34b_b79k"
     if kind == "edges":
         return f" --discriminator {_con_d(stages)}"
-    return " --method mafa --run mafa" if kind == "runs" else ""
+    if kind != "runs":
+        return ""
+    method = "mafa" if all(stage.trusted for stage in stages) else "grit"
+    return f" --method {method} --run {method}"
 
 
 def _con_d(stages: Sequence[_Found]) -> str:

@@ -24,10 +24,10 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.made_by import MADE_BY, command_for
 from fnpipe.pipeline.progress import Advance, progress
 from fnpipe.pipeline.sharded_tars import differing_pictures, recorded, require_unchanged
-from fnpipe.pipeline.stage import Stage
+from fnpipe.pipeline.stage import RUN_CONFIG, Stage
 from fnpipe.pipeline.storage import is_remote, local_path
 from fnpipe.pipeline.workers import available_cpus
-from fnpipe.pipeline.workspace import RUN_CONFIG, Workspace
+from fnpipe.pipeline.workspace import Workspace
 
 # Pictures that are compared with their digests unless all are.
 SAMPLE = 1000

@@ -28,7 +28,10 @@ def embed_command(
     pretrained: Annotated[
         str | None, typer.Option(metavar="TAG|FILE", help="The weights of an open_clip model: a tag, or a file.")
     ] = None,
-    name: Annotated[str, typer.Option(help="The directory under embeddings/.")] = "clip",
+    name: Annotated[
+        str | None,
+        typer.Option(help="The directory under embeddings/. Default: clip; for run:NAME and demo their own name."),
+    ] = None,
     batch_size: Annotated[
         int | None, typer.Option(help="Pictures per batch; default 32 on a CPU, 512 on a GPU.")
     ] = None,
@@ -63,6 +66,7 @@ def embed_command(
     from fnpipe.pipeline.embed import EmbedConfig, embed  # torch loads here
     from fnpipe.pipeline.embed_ray import embed_on_ray
 
+    name = own_name(model) if name is None else name
     config = EmbedConfig(name=name, batch_size=batch_size, threads=threads, workers=workers, overwrite=overwrite)
     if import_ is not None:
         useless = {"--model": model, "--pretrained": pretrained, "--ray-address": ray_address}
@@ -90,6 +94,14 @@ def embed_command(
     else:
         summary = embed(opened, make_encoder(), config)
     emit(summary.as_json(), as_json, partial(_render, summary))
+
+
+def own_name(model: str | None) -> str:
+    """The name of the embeddings of ``--model``, where none is given."""
+    if model == "demo":
+        return model
+    kind, _, run = (model or "").partition(":")
+    return Path(run).stem if kind == "run" and Path(run).stem else "clip"
 
 
 def _refuse(useless: dict[str, str | None], why: str) -> None:

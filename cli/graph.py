@@ -154,7 +154,7 @@ def group_command(
 def audit_command(
     workspace: WorkspaceArgument,
     embeddings: EmbeddingsOption = None,
-    batch_size: Annotated[int, typer.Option("--batch-size", help="Pairs per batch.")] = 96,
+    batch_size: Annotated[int, typer.Option("--batch-size", help="Pairs per batch.")] = 128,
     search_space: Annotated[
         list[str] | None,
         typer.Option("--search-space", metavar="M|all", help="Again for each; by default 5, 10, 20, 50 batches, all."),

@@ -70,9 +70,9 @@ def train_command(
 
     Example: fnpipe train ws --method mafa --run mafa --init demo --set smoothing=0.1
     """
-    from fnpipe.train.methods import describe_keys, key_meanings, read_values, train
-
     if keys:
+        from fnpipe.train.methods import describe_keys, key_meanings
+
         rows, meaning = describe_keys(method), key_meanings(method)
         listed = {
             name: {"type": kind, "default": default, "meaning": meaning.get(name, "")} for name, kind, default in rows
@@ -96,12 +96,19 @@ def train_command(
 
     from fnpipe.pipeline.progress import lines_now_and_then
     from fnpipe.pipeline.workspace import Workspace
-    from fnpipe.train.processes import is_first
-    from fnpipe.train.runs import find_run
+    from fnpipe.train.config import METHODS
+    from fnpipe.train.config import read_values as read_values_of_models
 
     if resume and overwrite:
         raise InputError("--resume goes on with a run and --overwrite throws it away; give one of the two")
     opened = Workspace.open(workspace)
+    if method in METHODS:
+        # A mistake is said before torch is loaded.
+        read_values_of_models(flags, assignments or [], config)
+    from fnpipe.train.methods import read_values, train
+    from fnpipe.train.processes import is_first
+    from fnpipe.train.runs import find_run
+
     if resume:
         find_run(opened, run)
     values = read_values(opened, run, flags, assignments or [], config)

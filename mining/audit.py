@@ -47,7 +47,7 @@ class AuditConfig:
     """
 
     embeddings: str | None = None
-    batch_size: int = 96
+    batch_size: int = GroupConfig.batch_size
     search_spaces: tuple[SearchSpace, ...] | None = None
     batches: int = 1000
     seed: int = 0

@@ -26,6 +26,7 @@ _EXAMPLES = 5
 _NOT_MEASURED = "whether the discriminator can be trusted was not measured"
 GONE, DAMAGED = "files are gone", "damaged"
 # Methods whose runs train no matching head.
+_ON_EMBEDDINGS = ("adapter", "vacsr")
 _WITHOUT_HEAD = ("itc", "adapter", "vacsr")
 
 
@@ -209,13 +210,40 @@ def _next(root: Path, stages: Sequence[_Found]) -> str:
 def _needed(kind: str, stages: Sequence[_Found]) -> str:
     """Flags without which the command of ``kind`` does not run."""
     if kind == "embeddings":
-        return " --model ViT-B-32 --pretrained laion2b_s34b_b79k"
+        return _encoder(stages)
+    named = "".join(_choice(source, kind, stages) for source in _CHOSEN_FROM[kind])
     if kind == "edges":
-        return f" --discriminator {_con_d(stages)}"
+        return f" --discriminator {_con_d(stages)}{named}"
     if kind != "runs":
-        return ""
-    method = "mafa" if all(stage.trusted for stage in stages) else "grit"
-    return f" --method {method} --run {method}"
+        return named
+    if all(stage.trusted for stage in stages):
+        return f" --method mafa --run mafa{named}"
+    return f" --method grit --run grit{_choice('groups', kind, stages)}"
+
+
+# The stages that a command takes the only one of, and has to be told where there are several.
+_CHOSEN_FROM = {
+    "graph": ("embeddings",),
+    "groups": ("embeddings",),
+    "edges": ("groups", "embeddings"),
+    "runs": ("groups", "edges"),
+}
+
+
+def _choice(source: str, kind: str, stages: Sequence[_Found]) -> str:
+    """The flag that names the last of several stages; a run of mafa takes plans of GRIT alone."""
+    grit_only = source == "groups" and kind == "runs"
+    of_kind = [stage for stage in stages if stage.kind == source]
+    names = [stage.own_name for stage in of_kind if not grit_only or stage.params.get("sampling") == "grit"]
+    return f" --{source} {shlex.quote(names[-1])}" if len(names) > 1 else ""
+
+
+def _encoder(stages: Sequence[_Found]) -> str:
+    """The last finished run that embeds pictures, for which no network is needed; else a model that is fetched."""
+    for stage in reversed(stages):
+        if stage.kind == "runs" and stage.state == "finished" and stage.params.get("method") not in _ON_EMBEDDINGS:
+            return f" --model {shlex.quote(f'run:{stage.own_name}')}"
+    return " --model ViT-B-32 --pretrained laion2b_s34b_b79k"
 
 
 def _con_d(stages: Sequence[_Found]) -> str:

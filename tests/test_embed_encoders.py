@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import time
+
 import open_clip
 import pytest
 import torch
 from tiny_encoders import TINY_MODELS, tiny_model
 
+from fnpipe.cli.embed import own_name
+from fnpipe.pipeline import hub
+from fnpipe.pipeline.device import pick_precision
 from fnpipe.pipeline.encoders import (
     Tokenize,
     check_model,
     digest_weights,
     encode_cut_texts,
     load_open_clip,
-    pick_precision,
     published_preprocessing,
     text_tower_to_cut,
 )
@@ -136,3 +140,21 @@ def test_every_tiny_model_of_the_tests_is_registered_by_making_it(tmp_path):
     for name in TINY_MODELS:
         assert tiny_model(tmp_path, name).checkpoint.is_file()
         assert name in open_clip.list_models()
+
+
+def test_a_model_that_cannot_be_fetched_is_one_line_within_seconds(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hub, "answers", lambda: False)
+    waits: list[float] = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with pytest.raises(InputError, match="not in the cache, and the model hub cannot be reached") as caught:
+        load_open_clip("ViT-B-32", "laion400m_e31", device="cpu")
+    assert sum(waits) < 1
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [(None, "clip"), ("ViT-B-32", "clip"), ("demo", "demo"), ("run:a", "a"), ("run:x/runs/b", "b"), ("run:", "clip")],
+)
+def test_embeddings_are_named_after_the_run_that_made_them(model: str | None, name: str):
+    assert own_name(model) == name

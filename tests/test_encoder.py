@@ -37,6 +37,19 @@ def test_vectors_are_the_models_own(model: VLModel):
     torch.testing.assert_close(encoder.encode_texts(tokens), model.encode_text(model.tokenizer(captions))[1])
 
 
+def test_bf16_gives_nearly_the_same_embeddings_and_says_so(model: VLModel):
+    whole, half = RunEncoder(model), RunEncoder(model, "bf16")
+    assert (whole.description["precision"], half.description["precision"]) == ("fp32", "bf16")
+    batch = torch.stack([whole.prepare_image(picture(i)) for i in range(2)])
+    tokens = whole.tokenize(["a red circle", "two big blue squares"])
+    for exact, rounded in (
+        (whole.encode_images(batch), half.encode_images(batch)),
+        (whole.encode_texts(tokens), half.encode_texts(tokens)),
+    ):
+        assert float(torch.cosine_similarity(exact, rounded.float()).min()) > 0.999
+        assert not torch.equal(exact, rounded.float())
+
+
 def test_preparation_travels_to_other_processes_without_weights(model: VLModel):
     encoder = RunEncoder(model)
     for part in (encoder.prepare_image, encoder.tokenize):

@@ -724,6 +724,27 @@ def test_status_tells_a_finished_run_from_one_that_goes_on_and_proposes_its_matc
     assert status(str(workspace.root))["next"].endswith("--discriminator itm:con-d")
 
 
+def test_status_names_one_of_several_stages_and_embeds_with_a_run_that_is_there(make_workspace):
+    workspace = make_workspace(6)
+    run_of = {"complete": True, "inputs": {"pairs": workspace.digest}, "asked": {"method": "albef"}}
+    (workspace.root / "runs" / "con-d").mkdir(parents=True)
+    (workspace.root / "runs" / "con-d" / "config.json").write_text(json.dumps(run_of))
+    assert status(str(workspace.root))["next"] == f"fnpipe embed {workspace.root} --model run:con-d"
+    for name in ("embeddings/a", "embeddings/b", "graph/a", "groups/g", "groups/h"):
+        stage = workspace.stage(name)
+        stage.begin({"sampling": "grit"}, {"pairs": workspace.digest})
+        stage.finish([])
+    mine = status(str(workspace.root))["next"]
+    assert mine.endswith("--discriminator itm:con-d --groups h --embeddings b")
+    (workspace.root / "runs" / "con-d" / "config.json").unlink()
+    (workspace.root / "runs" / "con-d").rmdir()
+    for name in ("edges/x", "edges/y"):
+        stage = workspace.stage(name)
+        stage.begin({}, {"pairs": workspace.digest})
+        stage.finish([])
+    assert status(str(workspace.root))["next"].endswith("--method mafa --run mafa --groups h --edges y")
+
+
 def test_the_commands_print_counts_examples_and_json(make_pairs: MakePairs, tmp_path: Path, capsys):
     source = make_pairs(5)
     rows = [

@@ -109,7 +109,7 @@ class TrainConfig:
         batch_size: of random batches, and of falcon's (None: 64 for fnpipe-tiny, else 128, or all images where there
             are fewer); a plan has its own.
         seed: every random draw derives from it, the epoch and the batch.
-        itm, mlm: turn a loss of the method on or off.
+        itm, mlm: turn a loss of the method on or off (None: as the method has it).
         mask_rate: share of the tokens that MLM masks.
         min_recorded_probability: leave out recorded pairs that the discriminator doubts: those whose p, in the edges'
             ``_recorded/``, is lower.

@@ -91,13 +91,21 @@ def check_bounds(config: Any, bounds: Sequence[tuple[str, float, float]]) -> Non
 
 def describe(of: type, choices: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str, str]]:
     """Every key of the dataclass ``of`` with its type and default, in its order."""
-    kinds = _kinds(of)
+    kinds, texts = _kinds(of), meanings(of)
     rows = []
     for field in dataclasses.fields(of):
         kind_name = "|".join(choices[field.name]) if field.name in choices else kinds[field.name][0].__name__
-        default = "" if field.default is dataclasses.MISSING else "chosen" if field.default is None else field.default
+        default = "" if field.default is dataclasses.MISSING else field.default
+        if default is None:
+            default = _when_none(texts.get(field.name, ""))
         rows.append((field.name, kind_name, str(default)))
     return rows
+
+
+def _when_none(meaning: str) -> str:
+    """What the text of a key says None stands for, or none."""
+    said = re.search(r"\bNone: (.+?)(?:[;)]|\.(?:\s|$)|$)", meaning)
+    return said[1] if said else "none"
 
 
 def meanings(of: type) -> dict[str, str]:

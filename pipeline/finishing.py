@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import compress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from fnpipe.pipeline import atomic
 from fnpipe.pipeline.digests import content_digests, digest_listed
 from fnpipe.pipeline.order import held_out
 from fnpipe.pipeline.parts import QUARANTINE_SCHEMA, Tally, part_path, quarantine_path, read_tally
+from fnpipe.pipeline.repeats import Repeats
 from fnpipe.pipeline.shuffling import SHUFFLED, Swaps
 from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA
 
@@ -30,7 +32,8 @@ class Finished:
 
     ``straddling`` counts the pictures, by digest, that stand in more than one split, by the splits' names.
     ``digest`` is that of ``pairs/``, ``outputs`` those of every table. ``shuffled`` is the number of pairs that were
-    made wrong, None where that was not asked for.
+    made wrong, None where that was not asked for. ``notes`` name pictures and captions that
+    stand with very many others.
     """
 
     shards: list[int] = field(default_factory=list)
@@ -38,6 +41,7 @@ class Finished:
     pairs: list[int] = field(default_factory=list)
     splits: Counter[str] = field(default_factory=Counter)
     straddling: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
     digest: str = ""
     outputs: dict[str, str] = field(default_factory=dict)
     shuffled: int | None = None
@@ -74,6 +78,7 @@ def write_tables(
     swaps = None if shuffle is None else _swaps(parts, shards, drawn, shuffle, seed)
     repeated = _repeated_keys(parts, shards) if in_place else None
     ranks: dict[str, list[np.ndarray]] = {}
+    repeats = Repeats()
     image_id = pair_id = 0
     for shard in range(shards):
         part = atomic.read_table(part_path(parts, shard))
@@ -92,6 +97,7 @@ def write_tables(
             done.splits[split["values"]] += split["counts"]
             mine = part["rank"].filter(pc.equal(pairs["split"], split["values"])).to_numpy()
             ranks.setdefault(split["values"], []).append(np.unique(mine))
+        repeats.add(part["rank"].to_numpy(), pairs["caption"])
         done.shards.append(shard)
         done.images.append(len(first))
         done.pairs.append(len(part))
@@ -101,12 +107,20 @@ def write_tables(
         atomic.write_table(root / SHUFFLED, swaps.table())
         done.shuffled = int(swaps.wrong.sum())
     done.straddling = _straddling(ranks)
+    done.notes = repeats.notes(partial(_example, root, parts, done.shards))
     tables = {kind: [root / kind / f"{n:05d}.parquet" for n in range(len(done.shards))] for kind in ("pairs", "images")}
     pairs = content_digests(tables["pairs"], root)
     done.digest = digest_listed(pairs)
     further = [root / "quarantine.parquet", *([root / SHUFFLED] if swaps is not None else [])]
     done.outputs = {**pairs, **content_digests([*tables["images"], *further], root)}
     return done
+
+
+def _example(root: Path, parts: Path, shards: list[int], number: int, row: int) -> tuple[str, str, str]:
+    """Key, path and caption of a pair: a row of table ``number``."""
+    pair = atomic.read_table(root / "pairs" / f"{number:05d}.parquet", columns=["key", "caption"]).slice(row, 1)
+    part = atomic.read_table(part_path(parts, shards[number]), columns=["image"])
+    return pair["key"][0].as_py(), part["image"][row].as_py(), pair["caption"][0].as_py()
 
 
 def write_quarantine(root: Path, parts: Path, shards: int, bad_rows: pa.Table, names: list[str]) -> dict[str, int]:

@@ -262,7 +262,8 @@ def _finish(root: Path, parts: Path, plan: Plan, config: ShardConfig, begun: dic
         },
         "notes": [note for source in plan.sources for note in source.notes]
         + _untrained(tables.splits)
-        + _straddling(tables.straddling),
+        + _straddling(tables.straddling)
+        + tables.notes,
         "shards": [_shard_url(plan, config, shard) for shard in tables.shards],
         "tars": [
             describe_in_place(plan.tar_of(shard)) if config.in_place else read_tar_facts(parts, shard)

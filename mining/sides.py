@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,6 +11,9 @@ import torch
 
 from fnpipe.mining.members import Members
 from fnpipe.pipeline.embeddings import Embeddings, Rows
+
+# Gives members ``start .. stop - 1`` as (n, d) float16.
+ReadHalves = Callable[[int, int], np.ndarray]
 
 # Members further apart than this on average are read one by one.
 _SPARSE = 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
+from fnpipe.mining import device_search
 from fnpipe.mining.device_search import DeviceRows
 from fnpipe.mining.exact import exact_nearest
 from fnpipe.mining.graph import Graph, GraphConfig, build_graph
@@ -62,6 +65,63 @@ def test_the_device_search_agrees_with_the_exact_one(n, k, seed):
     assert all(len(set(row[row >= 0].tolist())) == (row >= 0).sum() for row in found)
     inside = sims > sims[:, -1:]
     np.testing.assert_array_equal(found[inside], exact[inside])
+
+
+def test_tiles_and_out_of_memory_on_the_device_change_no_list(monkeypatch: pytest.MonkeyPatch):
+    rng = np.random.default_rng(0)
+    rows, queries = normalised(rng, 900, 16).astype(np.float16), normalised(rng, 300, 16).astype(np.float16)
+    owners, query_owners = np.arange(900) // 3, np.arange(300)
+    device = lambda: DeviceRows(lambda a, b: rows[a:b], owners, ["cpu"], torch.float32)  # noqa: E731
+    expected = device().nearest(queries, query_owners, 7)
+    exact = exact_nearest(
+        queries.astype(np.float32), query_owners, lambda a, b: rows[a:b].astype(np.float32), owners, 7
+    )
+    np.testing.assert_array_equal(expected[0], exact[0])
+    monkeypatch.setattr(device_search, "_TILE_ROWS", 64)
+    np.testing.assert_array_equal(device().nearest(queries, query_owners, 7)[0], expected[0])
+    search = DeviceRows._nearest
+
+    def small_device(self, number, halves, *rest, most=100):
+        if len(halves) > most:
+            raise torch.OutOfMemoryError
+        return search(self, number, halves, *rest)
+
+    monkeypatch.setattr(DeviceRows, "_nearest", small_device)
+    np.testing.assert_array_equal(device().nearest(queries, query_owners, 7)[0], expected[0])
+    monkeypatch.setattr(DeviceRows, "_nearest", lambda *args: small_device(*args, most=0))
+    with pytest.raises(InputError, match="the GPU's memory is used up"):
+        device().nearest(queries, query_owners, 7)
+
+
+def test_faiss_gpus_are_asked_for_before_anything_is_put_on_them(monkeypatch: pytest.MonkeyPatch):
+    from fnpipe.mining.blas import load_faiss
+    from fnpipe.mining.indexes import empty_index, on_gpus
+
+    faiss = load_faiss()
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0, raising=False)
+    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", lambda *_: pytest.fail("called"), raising=False)
+    with pytest.raises(InputError, match="FAISS sees no GPU; install faiss-gpu in place of faiss-cpu"):
+        on_gpus(empty_index("IVF4,SQfp16", 8))
+
+
+def test_a_string_for_faiss_goes_to_its_gpus_for_training_filling_and_search(
+    uneven: Workspace, monkeypatch: pytest.MonkeyPatch
+):
+    # Where there is no GPU, a stand-in: an index is put on it by being given back.
+    from fnpipe.mining import graph
+    from fnpipe.mining.blas import load_faiss
+
+    faiss, moved = load_faiss(), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1, raising=False)
+    monkeypatch.setattr(faiss, "GpuMultipleClonerOptions", SimpleNamespace, raising=False)
+    monkeypatch.setattr(faiss, "GpuParameterSpace", faiss.ParameterSpace, raising=False)
+    put = lambda index, options: (moved.append(options.useFloat16), index)[1]  # noqa: E731
+    monkeypatch.setattr(faiss, "index_cpu_to_all_gpus", put, raising=False)
+    monkeypatch.setattr(faiss, "index_gpu_to_cpu", lambda index: index, raising=False)
+    summary = graph.build_graph(uneven, GraphConfig(k=3, index="IVF2,SQfp16"))
+    assert moved == [True] * 4, "to fill and to search, in both directions"
+    assert min(summary.recall.values()) > 0.9
 
 
 def brute_graph(workspace: Workspace, k: int) -> dict[str, dict[int, list[int]]]:

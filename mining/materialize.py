@@ -14,6 +14,7 @@ import pyarrow.compute as pc
 from fnpipe.mining.grouping import plan_epochs, read_plan
 from fnpipe.pipeline import atomic, lock
 from fnpipe.pipeline.decode import picture_ending
+from fnpipe.pipeline.destination import behind_links
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
 from fnpipe.pipeline.stage import Stage
@@ -34,7 +35,9 @@ def materialize(workspace: Workspace, stage: Stage, directory: str | Path) -> in
     Raises:
         InputError: ``directory`` holds shards of another plan.
     """
-    root = Path(directory)
+    root = behind_links(directory)
+    if root.exists() and not root.is_dir():
+        raise InputError(f"{directory}: no directory; name one to write to")
     with lock.beside(root, "fnpipe group --materialize"):
         return _materialize(workspace, stage, root)
 

@@ -22,7 +22,7 @@ def destination(path: str | Path) -> Path:
     Raises:
         InputError: it may not: the message says why.
     """
-    target = _behind_links(path)
+    target = behind_links(path)
     if target.is_dir():
         raise InputError(f"{path}: a directory, where a file should be written; name a file in it")
     if target.exists() and not target.is_file():
@@ -40,7 +40,7 @@ def new_directory(path: str | Path, command: str) -> Iterator[Path]:
     Raises:
         InputError: there is something already, or it may not be written.
     """
-    target = _behind_links(path)
+    target = behind_links(path)
     with lock.beside(target, command):
         if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
             raise InputError(f"{path}: holds something already; name a new directory")
@@ -56,7 +56,12 @@ def new_directory(path: str | Path, command: str) -> Iterator[Path]:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def _behind_links(path: str | Path) -> Path:
+def behind_links(path: str | Path) -> Path:
+    """What ``path`` names, there or not, if something can be made there.
+
+    Raises:
+        InputError: its folder is not there, or may not be written to.
+    """
     try:
         target = Path(os.path.realpath(path))
         target.exists()

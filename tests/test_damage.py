@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import subprocess
+import sys
 import zlib
 from pathlib import Path
 
@@ -177,9 +179,14 @@ def test_a_tar_that_was_written_anew_in_place_is_refused_by_whoever_reads_pictur
         assert run([word.replace("ROOT", str(indexed)) for word in words]) == 2, words
         (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fnpipe: ")]
         assert re.search(r"x\.tar: not the tar that was sharded .*fnpipe shard. again with --overwrite", line)
+    # Workspaces of 0.1.0 know size and time of their inputs alone.
+    opened = Workspace.open(indexed / "ws")
+    older = Workspace(opened.root, {key: value for key, value in opened.manifest.items() if key != "tars"})
+    with pytest.raises(InputError, match="not the tar that was sharded"):
+        older.tar(0)
     # A copy of the same bytes, of another time, is the same tar.
     shutil.copy(CASES / "before.tar", indexed / "x.tar")
-    assert Workspace.open(indexed / "ws").tar(0) == str(indexed / "x.tar")
+    assert opened.tar(0) == older.tar(0) == str(indexed / "x.tar")
 
 
 def test_tars_that_changed_places_or_length_are_refused_and_looked_at_once(make_pairs: MakePairs, tmp_path: Path):
@@ -194,6 +201,14 @@ def test_tars_that_changed_places_or_length_are_refused_and_looked_at_once(make_
         with pytest.raises(InputError, match=what):
             Workspace.open(tmp_path / "ws").tar(number)
         assert known.tar(number) == str(tars[number])
+
+
+@pytest.mark.slow
+def test_of_random_damages_none_ends_in_a_fault_or_in_another_result_that_a_cheap_check_could_have_told():
+    benchmarks, light = Path(__file__).parent.parent / "benchmarks", ("group 32", "inspect", "export", "status")
+    command = [sys.executable, str(benchmarks / "damage.py"), "--cells", "8", "--scenes", "45", "--commands", *light]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=benchmarks)
+    assert found.returncode == 0, f"{found.stdout}\n{found.stderr}"
 
 
 # What a user names for output

@@ -24,7 +24,7 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.made_by import MADE_BY, command_for
 from fnpipe.pipeline.progress import Advance, progress
 from fnpipe.pipeline.sharded_tars import differing_pictures, recorded, require_unchanged
-from fnpipe.pipeline.stage import RUN_CONFIG, Stage
+from fnpipe.pipeline.stage import Stage
 from fnpipe.pipeline.storage import is_remote, local_path
 from fnpipe.pipeline.workers import available_cpus
 from fnpipe.pipeline.workspace import Workspace
@@ -94,6 +94,7 @@ def verify(workspace: str | Path, *, everything: bool = False) -> Verified:
         _verify_pictures(opened, done, again, None if everything else SAMPLE)
         if everything:
             _verify_tars(opened, done, again, advance)
+        _find_lost_records(opened, done)
         for stage in stages:
             with done.noting(stage.path):
                 _verify_run(stage, done) if stage.kind == "runs" else _verify_stage(stage, done)
@@ -183,6 +184,15 @@ def _verify_tars(workspace: Workspace, done: Verified, again: str, advance: Adva
         advance(1)
 
 
+def _find_lost_records(workspace: Workspace, done: Verified) -> None:
+    """Directories of stages that hold files, and nothing that says of what."""
+    for kind in MADE_BY:
+        folder, known = workspace.root / kind, workspace.names(kind)
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            if path.is_dir() and not path.name.startswith(".") and path.name not in known and any(path.iterdir()):
+                done.add(path, "its record is gone")
+
+
 def _verify_stage(stage: Stage, done: Verified) -> None:
     with done.noting(stage.record):
         meta = stage.meta() or {}
@@ -212,7 +222,7 @@ def _compare_whole(stage: Stage, digest: str, done: Verified) -> None:
 
 
 def _verify_run(run: Stage, done: Verified) -> None:
-    path = run.path / RUN_CONFIG
+    path = run.record
     try:
         record = json.loads(path.read_bytes())
         complete, listed = bool(record.get("complete")), record.get("outputs")

@@ -91,6 +91,14 @@ def test_every_damage_is_found_and_the_command_that_mends_it_is_named(
     assert finding.command in printed
 
 
+@pytest.mark.parametrize(("name", "record"), [("groups/r", "meta.json"), ("runs/m", "config.json")])
+def test_a_stage_whose_record_is_gone_is_found(name: str, record: str, sound: Path):
+    (sound / name / record).unlink()
+    (finding,) = verify(sound).findings
+    assert finding.path == str(sound / name)
+    assert finding.what == "its record is gone"
+
+
 def test_files_that_changed_places_are_found(sound: Path):
     for kind, ending in (("shards", "tar"), ("pairs", "parquet"), ("embeddings/clip/img_emb", "npy")):
         folder = sound / kind

@@ -16,7 +16,7 @@ from fnpipe.mining.export_records import RECORDED, SURE_NEGATIVE, ImageRecord, T
 from fnpipe.pipeline.destination import new_directory
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.progress import progress
-from fnpipe.pipeline.stage import Stage
+from fnpipe.pipeline.stage import Stage, reading
 from fnpipe.pipeline.workspace import Workspace
 
 FORMS = ("open_clip", "sentence-transformers", "hf")
@@ -75,7 +75,8 @@ def export(
     place = os.path.realpath(directory)
     address = push or place
     tally = Tally()
-    with new_directory(directory, "fnpipe export") as unfinished:
+    held = reading(workspace, {edges.name: edges.digest}, "fnpipe export")
+    with held, new_directory(directory, "fnpipe export") as unfinished:
         records = _with_progress(read_records(workspace, edges, tally, identity=identity), workspace.n_images)
         rows, notes = _write(form, records, unfinished, Path(place))
         notes += [*_notes(form, tally), *EdgesInfo.read(edges).notes]

@@ -69,6 +69,8 @@ def begin(root: Path, begun: dict[str, Any], *, overwrite: bool) -> dict[str, An
         if foreign is not None:
             raise InputError(f"{root}: holds {foreign!r} but no {MANIFEST}, so it is no workspace; choose another")
     elif overwrite or manifest.get("clearing"):
+        if begun["params"]["shards"] != manifest["params"].get("shards"):
+            _refuse_other_shards(begun["params"]["shards"])
         # The mark outlives a kill half way, so that nothing old is ever taken for new.
         atomic.write_json(root / MANIFEST, {**begun, "clearing": True})
         _remove_outputs(root)

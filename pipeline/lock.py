@@ -60,7 +60,7 @@ def held(path: Path, command: str, guarded: Path, *, shared: bool = False) -> It
 
 
 @contextmanager
-def beside(path: Path, command: str) -> Iterator[None]:
+def beside(path: Path, command: str, *, shared: bool = False) -> Iterator[None]:
     """Hold a directory by a lock file beside it, so that the directory itself may be thrown away and made anew.
 
     Raises:
@@ -69,7 +69,7 @@ def beside(path: Path, command: str) -> Iterator[None]:
     folder = path.parent
     made = not folder.exists()
     try:
-        with held(folder / f".{path.name}.lock", command, path):
+        with held(folder / f".{path.name}.lock", command, path, shared=shared):
             yield
     finally:
         if made:

@@ -131,7 +131,7 @@ def shard(sources: Sequence[str], workspace: str, config: ShardConfig, *, overwr
     with alone(root):
         before = begin(root, begun, overwrite=overwrite)
         if before.get("complete") and inputs_unchanged(before["inputs"]):
-            return {**summary_of(root, before), "already_finished": True}
+            return _finished_before(root, before)
         try:
             manifest = _run(root, opened, config, before, begun)
         except InputError:
@@ -142,7 +142,17 @@ def shard(sources: Sequence[str], workspace: str, config: ShardConfig, *, overwr
             clear(root)
             raise InputError(str(nothing)) from None
     seconds = round(time.monotonic() - started, 3)
-    return {**summary_of(root, manifest), "already_finished": bool(before.get("complete")), "seconds": seconds}
+    if before.get("complete"):
+        return {**_finished_before(root, manifest), "seconds": seconds}
+    return {**summary_of(root, manifest), "already_finished": False, "seconds": seconds}
+
+
+def _finished_before(root: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The summary of a sharding that is run again: only the tables of the sources are looked at, not the pictures."""
+    summary = summary_of(root, manifest)
+    left_out = sum(manifest["counts"].get("quarantined", {}).values())
+    again = [f"{left_out:,} rows were left out; if their files are there now, --overwrite reads them again"]
+    return {**summary, "already_finished": True, "notes": [*summary["notes"], *(again if left_out else [])]}
 
 
 def summary_of(root: Path, manifest: dict[str, Any]) -> dict[str, Any]:

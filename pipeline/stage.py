@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -304,6 +304,26 @@ def _files(folder: Path) -> set[str]:
             return {entry.name for entry in entries if entry.is_file()}
     except (FileNotFoundError, NotADirectoryError):
         return set()
+
+
+@contextmanager
+def reading(workspace: Workspace, inputs: Mapping[str, str], command: str) -> Iterator[None]:
+    """Hold stages against being changed while they are read; others may read them as well.
+
+    Args:
+        inputs: digests by name; what is no stage, such as ``pairs``, is passed over. command: what the reader is.
+
+    Raises:
+        InputError: one of them is being made, or is another by now.
+    """
+    with ExitStack() as held:
+        for name, digest in inputs.items():
+            if name.partition("/")[0] in MADE_BY and not name.startswith("runs/"):
+                stage = workspace.stage(name)
+                held.enter_context(lock.beside(stage.path, command, shared=True))
+                if stage.digest != digest:
+                    raise InputError(f"{stage.path}: changed while `{command}` began; run it again")
+        yield
 
 
 def read_object(path: Path) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,38 @@ def test_a_run_that_was_interrupted_ends_with_the_bytes_of_one_that_was_not(
     # Once more: a finished run is left as it is.
     again = trained(workspace, "cut", **values)
     assert again == result
+
+
+def test_a_plan_is_not_made_anew_while_a_run_reads_it(workspace: Workspace):
+    plan = GroupConfig(sampling="random", batch_size=8, name="p")
+    group(workspace, plan)
+    refused = []
+
+    def overwrite(step: int) -> None:
+        with pytest.raises(InputError, match=r"groups/p: `fnpipe train` .* is at work here") as caught:
+            group(workspace, dataclasses.replace(plan, seed=1, overwrite=True))
+        refused.append(caught)
+
+    values = {**FAST, "method": "adapter", "groups": "p", "epochs": 1}
+    train_frozen(workspace, values, run="r", after_step=overwrite)
+    assert len(refused) == 5
+    group(workspace, dataclasses.replace(plan, seed=1, overwrite=True))
+    # The run is of a plan that is no more, and says so instead of calling itself finished.
+    with pytest.raises(InputError, match="runs/r: made from other groups/p"):
+        train_frozen(workspace, values, run="r")
+
+
+def test_a_log_that_lost_lines_which_its_state_counts_is_named(workspace: Workspace):
+    def stop(step: int) -> None:
+        if step == 7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train_frozen(workspace, {**FAST, "method": "adapter", "checkpoint_steps": 3}, run="r", after_step=stop)
+    log = workspace.root / "runs/r/metrics.jsonl"
+    log.write_bytes(log.read_bytes()[:100])
+    with pytest.raises(InputError, match=r"metrics.jsonl: holds 100 of the .* bytes .*--overwrite"):
+        train_frozen(workspace, {**FAST, "method": "adapter", "checkpoint_steps": 3}, run="r")
 
 
 def test_a_request_to_stop_saves_the_step_in_work(workspace: Workspace):

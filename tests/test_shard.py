@@ -510,6 +510,28 @@ def test_nothing_is_written_where_a_source_lies(tars: Path, shard_to: Shard, tmp
     with pytest.raises(InputError, match="of another workspace"):
         shard_to("second", tars, shards=str(tmp_path / "elsewhere"))
     assert not (tmp_path / "second").exists()
+    # Nor does a workspace that is sharded anew, into another place, write over them.
+    before = (tmp_path / "elsewhere" / "00000.tar").read_bytes()
+    shard_to("third", tars)
+    config = ShardConfig(workers=1, images_per_shard=2, shards=str(tmp_path / "elsewhere"))
+    with pytest.raises(InputError, match="of another workspace"):
+        shard([str(tars)], str(tmp_path / "third"), config, overwrite=True)
+    assert (tmp_path / "elsewhere" / "00000.tar").read_bytes() == before
+    assert Workspace.open(tmp_path / "third").n_images
+
+
+def test_pictures_that_came_later_are_spoken_of_where_nothing_is_read_again(make_pairs: MakePairs, tmp_path: Path):
+    source = make_pairs(4)
+    picture = source.parent / "pictures/0001.png"
+    data = picture.read_bytes()
+    picture.unlink()
+    words = [str(source)], str(tmp_path / "workspace"), ShardConfig(workers=1)
+    assert shard(*words)["kept"] == 3
+    picture.write_bytes(data)
+    again = shard(*words)
+    assert again["already_finished"]
+    assert again["notes"][-1] == "1 rows were left out; if their files are there now, --overwrite reads them again"
+    assert shard(*words, overwrite=True)["kept"] == 4
 
 
 def test_parts_that_a_kill_left_behind_a_finished_run_are_removed(make_pairs: MakePairs, shard_to: Shard):

@@ -12,6 +12,7 @@ from conftest import MakeWorkspace, write_embeddings
 from fnpipe.pipeline import atomic
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.stage import reading
 from fnpipe.pipeline.storage import read_ranges
 from fnpipe.pipeline.workspace import Workspace
 
@@ -88,6 +89,67 @@ def test_a_finished_stage_has_nothing_to_do_and_other_parameters_are_refused(mak
         stage.begin({"search_space": 96}, {"pairs": "b"})
     assert stage.begin({"search_space": 192}, {"pairs": "a"}, overwrite=True)
     assert not (stage.path / "out").exists()
+
+
+def test_an_overwritten_stage_goes_out_of_the_way_whole_and_what_is_left_of_it_is_swept(
+    make_workspace: MakeWorkspace, monkeypatch
+):
+    stage = make_workspace().stage("groups/g")
+    stage.begin({"seed": 1}, {})
+    atomic.write_bytes(stage.path / "out", b"1")
+    stage.finish(["out"])
+    with monkeypatch.context() as patched:  # a kill before the first byte of the new one
+        patched.setattr(atomic, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            stage.begin({"seed": 2}, {}, overwrite=True)
+    assert not stage.path.exists()
+    assert stage.workspace.names("groups") == []
+    assert stage.begin({"seed": 2}, {})
+    assert [path.name for path in stage.path.parent.iterdir()] == ["g"]
+    assert [path.name for path in stage.path.iterdir()] == ["meta.json"]
+
+
+def test_files_without_their_record_are_refused_and_overwritten_on_request(make_workspace: MakeWorkspace):
+    stage = make_workspace().stage("edges/e")
+    stage.begin({}, {})
+    atomic.write_bytes(stage.path / "part-00000.parquet", b"1")
+    stage.record.unlink()
+    with pytest.raises(InputError, match=r"holds part-00000.parquet but no _meta.json.*--overwrite"):
+        stage.begin({}, {})
+    assert stage.begin({}, {}, overwrite=True)
+    assert [path.name for path in stage.path.iterdir()] == ["_meta.json"]
+
+
+def test_a_link_in_the_place_of_a_stage_is_not_overwritten(make_workspace: MakeWorkspace, tmp_path):
+    stage = make_workspace().stage("groups/g")
+    stage.begin({}, {})
+    stage.path.rename(tmp_path / "elsewhere")
+    stage.path.symlink_to(tmp_path / "elsewhere")
+    assert stage.begin({}, {})
+    with pytest.raises(InputError, match=r"groups/g: a link to .*elsewhere"):
+        stage.begin({}, {}, overwrite=True)
+    assert (tmp_path / "elsewhere/meta.json").is_file()
+
+
+def test_a_name_that_no_file_system_takes_is_refused(make_workspace: MakeWorkspace):
+    with pytest.raises(InputError, match="too long a name for runs; at most 240 bytes"):
+        make_workspace().stage(f"runs/{'ä' * 121}")
+
+
+def test_a_stage_that_is_read_is_not_overwritten_meanwhile(make_workspace: MakeWorkspace):
+    workspace = make_workspace()
+    stage = workspace.stage("groups/g")
+    stage.begin({}, {})
+    stage.finish([])
+    inputs = {"pairs": workspace.digest, stage.name: stage.digest}
+    at_work = pytest.raises(InputError, match=r"groups/g: `fnpipe (train|export)` .* is at work here")
+    trains, exports = (reading(workspace, inputs, f"fnpipe {command}") for command in ("train", "export"))
+    with trains, exports, at_work, stage.alone():
+        pass
+    with stage.alone(), pytest.raises(InputError, match="at work"), reading(workspace, inputs, "fnpipe train"):
+        pass
+    with pytest.raises(InputError, match="changed"), reading(workspace, {stage.name: "other"}, "fnpipe train"):
+        pass
 
 
 def test_a_stage_made_from_embeddings_that_changed_is_stale(make_workspace: MakeWorkspace):

@@ -135,6 +135,16 @@ def save_weights(directory: Path, name: str, model: VLModel) -> None:
 
 
 def truncate(path: Path, length: int) -> None:
-    """Cut a log back to ``length`` bytes, so that the steps made again are not logged twice."""
-    if path.exists() and path.stat().st_size > length:
+    """Cut a log back to ``length`` bytes, so that the steps made again are not logged twice.
+
+    Raises:
+        InputError: it is shorter, as a disk that lost its power may leave it.
+    """
+    size = path.stat().st_size if path.exists() else 0
+    if size < length:
+        raise InputError(
+            f"{path}: holds {size:,} of the {length:,} bytes that its run's state speaks of; bring it back, or start "
+            "afresh with --overwrite"
+        )
+    if size > length:
         os.truncate(path, length)

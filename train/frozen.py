@@ -28,7 +28,7 @@ from fnpipe.pipeline.device import pick_device
 from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.progress import progress
-from fnpipe.pipeline.stage import FORMAT_VERSION
+from fnpipe.pipeline.stage import FORMAT_VERSION, reading
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.adapter import AdapterNet, adapter_loss
 from fnpipe.train.batches import BatchSource, EpochPlan, RandomBatches, WithoutPairs
@@ -152,7 +152,8 @@ def train_frozen(
             training = _prepare(workspace, config, asked, before, directory, overwrite)
             training.report, training.after_step = report, after_step
             try:
-                with stop_signals(training.ask_to_stop):
+                held = reading(workspace, training.inputs.digests, "fnpipe train")
+                with held, stop_signals(training.ask_to_stop):
                     return training.run(run)
             finally:
                 training.log.close()

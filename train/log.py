@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,9 +35,10 @@ class Log:
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 
     def length(self) -> int:
-        """Bytes written so far, all of them with the operating system."""
+        """Bytes written so far, all of them on the disk: a state that counts them must not outlive them."""
         with atomic.naming(self._path):
             self._file.flush()
+            os.fsync(self._file.fileno())
         return self._file.tell()
 
     def close(self) -> None:

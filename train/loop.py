@@ -15,7 +15,7 @@ import torch
 
 from fnpipe.mining.discriminators import Discriminator
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.stage import FORMAT_VERSION, Stage
+from fnpipe.pipeline.stage import FORMAT_VERSION, Stage, reading
 from fnpipe.pipeline.workers import available_cpus
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.batches import share
@@ -71,7 +71,8 @@ def train(
                 con_d = load_discriminator(config.agreement, workspace, group.device)
             training.con_d = con_d
             try:
-                with stop_signals(training.ask_to_stop):
+                held = reading(workspace, training.inputs.digests, "fnpipe train") if group.first else nullcontext()
+                with held, stop_signals(training.ask_to_stop):
                     return training.run(run)
             finally:
                 training.close()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +48,55 @@ def test_imports_point_one_way(package: str):
     for path in sorted((ROOT / package).rglob("*.py")):
         forbidden = imported_packages(path.read_text()) - MAY_IMPORT[package]
         assert not forbidden, f"{path.relative_to(ROOT)} imports {sorted(forbidden)}"
+
+
+# Where a package is imported under another name than it is installed by.
+IMPORTED_AS = {
+    "faiss-gpu": "faiss",
+    "faiss-cpu": "faiss",
+    "open-clip-torch": "open_clip",
+    "pillow": "PIL",
+    "pyyaml": "yaml",
+}
+
+
+def names_in(requirements: list[str]) -> set[str]:
+    """The names under which what is required is imported."""
+    found = {re.match(r"[A-Za-z0-9_.-]+", line)[0].lower().replace("_", "-") for line in requirements}
+    return {IMPORTED_AS.get(name, name.replace("-", "_")) for name in found}
+
+
+def foreign_imports() -> dict[str, str]:
+    """What the product imports of others, with a module that does; those behind ``TYPE_CHECKING`` count too."""
+    found = {}
+    for path in (path for package in MAY_IMPORT for path in sorted((ROOT / package).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.level == 0:
+                names = [node.module or ""]
+            for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"fnpipe"}:
+                found[name] = str(path.relative_to(ROOT))
+    return found
+
+
+def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
+    project = project_table()
+    declared = names_in(project["dependencies"])
+    extras = names_in([line for name in ("ray", "blip", "eval") for line in project["optional-dependencies"][name]])
+    imported = foreign_imports()
+    undeclared = {name: where for name, where in imported.items() if name not in declared | extras}
+    assert not undeclared, f"imported and not in [project.dependencies]: {undeclared}"
+    assert not declared - imported.keys(), f"declared and not imported: {sorted(declared - imported.keys())}"
+
+
+def project_table() -> dict[str, Any]:
+    tomllib = pytest.importorskip("tomllib")
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+@pytest.mark.parametrize("package", ["faiss", "webdataset", "datasets"])
+def test_the_libraries_for_search_shards_and_data_sets_carry_the_product(package: str):
+    assert package in foreign_imports()
 
 
 def test_a_plain_install_puts_only_fnpipe_on_the_path(tmp_path: Path):

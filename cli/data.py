@@ -87,10 +87,10 @@ def shard_command(
 
     Example: fnpipe shard pairs.json workspace --holdout 0.1
     """
-    from fnpipe.pipeline.workers import PRELOAD, PRELOAD_TO_WRITE, warm_up
+    from fnpipe.pipeline.workers import warm_up
 
     if workers != 1:
-        warm_up(PRELOAD if in_place else PRELOAD_TO_WRITE)
+        warm_up()
     from fnpipe.pipeline.decode import MAX_PIXELS
     from fnpipe.pipeline.errors import InputError
     from fnpipe.pipeline.shard import ShardConfig, shard

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,10 +28,8 @@ from fnpipe.pipeline.decode import BadImage, ImageFacts, decode_rgb, inspect_ima
 from fnpipe.pipeline.images import ImageReader, ImageRequest
 from fnpipe.pipeline.packing import TablePacker, no_cycle_search
 from fnpipe.pipeline.storage import filesystem, is_remote
+from fnpipe.pipeline.tar_writer import TarWriter
 from fnpipe.pipeline.workspace import PAIRS_SCHEMA
-
-if TYPE_CHECKING:
-    from fnpipe.pipeline.tar_writer import TarWriter
 
 # Where parts lie until the last pass has made tables of them.
 PARTS = "parts"
@@ -156,9 +154,6 @@ def _opened(directory: str, token: str) -> tuple[Job, pa.ipc.RecordBatchFileRead
 
 
 def _write_tar(shards: str, name: str, maker: _PartMaker) -> None:
-    # webdataset imports torch, which indexing in place has no use for.
-    from fnpipe.pipeline.tar_writer import TarWriter
-
     if is_remote(shards):
         # An upload appears at once and whole; its bytes are bounded by the shard.
         buffer = io.BytesIO()

@@ -34,7 +34,7 @@ from fnpipe.pipeline.sources.source import ReadOptions, Source
 from fnpipe.pipeline.sources.texts import require_way
 from fnpipe.pipeline.stage import FORMAT_VERSION
 from fnpipe.pipeline.storage import is_remote
-from fnpipe.pipeline.workers import PRELOAD, PRELOAD_TO_WRITE, Workers, available_cpus
+from fnpipe.pipeline.workers import Workers, available_cpus
 from fnpipe.pipeline.workspace import MANIFEST
 
 _USUAL_SPLITS = ("train", "val", "validation", "dev", "test")
@@ -180,8 +180,7 @@ def _run(
     """Read, cut, make and finish; ``before`` is the manifest that an earlier run left, or empty."""
     parts = root / PARTS
     _pin(sources, before, begun)
-    preload = PRELOAD if config.in_place else PRELOAD_TO_WRITE
-    with Workers(config.workers or available_cpus(), preload) as workers:
+    with Workers(config.workers or available_cpus()) as workers:
         plan = read_sources(sources, config.read_options(), workers, parts / "spool", in_place=config.in_place)
         if config.in_place:
             plan.cut_by_tar()

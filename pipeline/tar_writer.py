@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import sys
 import zlib
+from types import ModuleType
 from typing import IO, Any
 
-import webdataset
+
+def _writer_alone() -> Any:
+    """webdataset's module for writing, without the rest of the package.
+
+    The package imports torch when it is imported, which costs every process that writes a shard 3 seconds; its writer
+    uses none of it.
+    """
+    found = importlib.util.find_spec("webdataset")
+    if found is None or found.submodule_search_locations is None:
+        raise ImportError("webdataset is not installed")
+    package = ModuleType("fnpipe_webdataset")
+    package.__path__ = list(found.submodule_search_locations)
+    sys.modules.setdefault(package.__name__, package)
+    return importlib.import_module(f"{package.__name__}.writer")
+
+
+_writer = _writer_alone()
 
 # What would otherwise say when, and as whom, a tar was written.
 _FIXED = {"user": "", "group": "", "mode": 0o644, "mtime": 0}
@@ -17,7 +37,7 @@ class TarWriter:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._written = _Checked(file)
-        self._tar = webdataset.TarWriter(self._written, encoder=False, **_FIXED)
+        self._tar = _writer.TarWriter(self._written, encoder=False, **_FIXED)
         self._first: str | None = None
 
     @property

@@ -16,17 +16,15 @@ from typing import Any
 
 # Not fork: the caller may hold threads and locks of torch or Arrow.
 _START_METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
-# What workers need imported; names, so that this module stays quick to import itself. The second brings torch.
+# What workers need imported; a name, so that this module stays quick to import itself.
 PRELOAD = ("fnpipe.pipeline.parts",)
-PRELOAD_TO_WRITE = (*PRELOAD, "fnpipe.pipeline.tar_writer")
 
 
 class Workers:
     """A pool that starts its processes when the first of several tasks comes; one worker means this process."""
 
-    def __init__(self, count: int, preload: Sequence[str] = PRELOAD) -> None:
+    def __init__(self, count: int) -> None:
         self._count = count
-        self._preload = preload
         self._pool: ProcessPoolExecutor | None = None
 
     def __enter__(self) -> Workers:
@@ -58,15 +56,15 @@ class Workers:
     def _started(self) -> ProcessPoolExecutor:
         if self._pool is None:
             context = multiprocessing.get_context(_START_METHOD)
-            context.set_forkserver_preload(["__main__", *self._preload])
+            context.set_forkserver_preload(["__main__", *PRELOAD])
             self._pool = ProcessPoolExecutor(self._count, context, initializer=_prepare)
         return self._pool
 
 
-def warm_up(preload: Sequence[str] = PRELOAD) -> None:
+def warm_up() -> None:
     """Let the process that workers are forked from import what they need while this one does the same."""
     if _START_METHOD == "forkserver":
-        multiprocessing.get_context(_START_METHOD).set_forkserver_preload(["__main__", *preload])
+        multiprocessing.get_context(_START_METHOD).set_forkserver_preload(["__main__", *PRELOAD])
         forkserver.ensure_running()
 
 

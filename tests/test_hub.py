@@ -218,3 +218,10 @@ def test_a_sharding_that_goes_on_reads_the_revision_that_it_began_with(monkeypat
         begun: dict[str, Any] = {"sources": [{}]}
         _pin([source], before, begun)
         assert source.revision == begun["sources"][0]["revision"] == revision
+
+
+@pytest.mark.parametrize("name", ["hf:", "hf:a/b/c", "hf:owner/na me"])
+def test_what_is_no_name_of_a_data_set_is_told_without_asking_the_hub(name: str, tmp_path: Path):
+    with pytest.raises(InputError, match="no name of a data set"):
+        shard([name], str(tmp_path / "workspace"), ShardConfig(workers=1))
+    assert not (tmp_path / "workspace").exists()

@@ -84,11 +84,15 @@ def pin(source: Source) -> None:
     if not source.path.startswith(HUB) or is_directory(name):
         return
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import RepositoryNotFoundError
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
     try:
         # Asked even where it is settled: without a network this fails at once, and later calls try again for long.
         source.revision = HfApi().dataset_info(name, revision=source.revision, timeout=_SECONDS).sha
+    except HFValidationError:
+        raise InputError(
+            f"{source.path}: no name of a data set; {HUB}OWNER/NAME or {HUB}OWNER/NAME:CONFIG is"
+        ) from None
     except RepositoryNotFoundError:
         raise InputError(f"{source.path}: no such data set on the Hub, or none that your token may read") from None
     except Exception as error:

@@ -204,6 +204,10 @@ def evaluate_command(
             measure=measure,
         )
     summary = {"run": run, "embeddings": embeddings, "default_split": on is None and not eccv, **matched, **found}
+    if run is not None:
+        from fnpipe.train.runs import keep_evaluation
+
+        keep_evaluation(opened, run, "eccv" if eccv else found["on"], summary)
     emit(summary, json_, lambda: _print_eccv(summary) if eccv else _print_figures(summary))
 
 

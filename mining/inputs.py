@@ -96,6 +96,11 @@ class MineInputs:
     @classmethod
     def open(cls, workspace: Workspace, config: MineConfig) -> MineInputs:
         embeddings = Embeddings.open(workspace, config.embeddings)
+        if config.candidates and config.graph and not config.groups and not workspace.names("groups"):
+            raise InputError(
+                f"{workspace.root}: no plan, from whose batches --candidates {config.candidates} takes; run "
+                "`fnpipe group`, or give --candidates 0 for the neighbours in the graph alone"
+            )
         names = (config.groups or (workspace.only("groups", "--groups"),)) if config.candidates else ()
         plans = tuple(workspace.resolve("groups", name, "--groups") for name in dict.fromkeys(names))
         graph = Graph.open(workspace, embeddings.name) if config.graph else None

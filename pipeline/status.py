@@ -22,6 +22,8 @@ from fnpipe.pipeline.storage import is_remote, local_path
 from fnpipe.pipeline.workspace import MANIFEST, Workspace, read_manifest
 
 _EXAMPLES = 5
+# What ``evaluate`` leaves in a run.
+_EVALUATION = "evaluation.json"
 # Of edges that 0.1.0 made.
 _NOT_MEASURED = "whether the discriminator can be trusted was not measured"
 GONE, DAMAGED = "files are gone", "damaged"
@@ -204,6 +206,8 @@ def _next(root: Path, stages: Sequence[_Found]) -> str:
             flags = "" if kind == "runs" else ", with the flags it was begun with"
             return f"fnpipe {command} {shlex.quote(str(root))}{named}{again}{flags}"
     last = next(stage.own_name for stage in reversed(stages) if stage.kind == "runs")
+    if (root / "runs" / last / _EVALUATION).is_file():
+        return f"fnpipe report {shlex.quote(str(root))}"
     return f"fnpipe evaluate {shlex.quote(str(root))} --run {shlex.quote(last)}"
 
 

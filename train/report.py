@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.stage import read_object
 from fnpipe.pipeline.workspace import MANIFEST
-from fnpipe.train.runs import CONFIG, METRICS, read_run_config
+from fnpipe.train.runs import CONFIG, EVALUATION, METRICS, read_run_config
 
 # What places a line in the run, and is no measure of it.
 _PLACES = frozenset({"kind", "step", "epoch", "batch"})
@@ -276,5 +277,13 @@ def _summary_of(run: Run) -> dict[str, Any]:
         "end": {name: end_value(series) for name, series in run.steps.items()},
         "evaluated_on": config.get("evaluate_on"),
         "evaluated_epoch": max((int(s.epoch[-1]) for s in run.evaluations.values()), default=None),
-        "evaluation": {name: float(series.value[-1]) for name, series in run.evaluations.items()},
+        "evaluation": {name: float(series.value[-1]) for name, series in run.evaluations.items()} or _kept(run),
     }
+
+
+def _kept(run: Run) -> dict[str, float]:
+    """What ``fnpipe evaluate`` found last of a run that was not evaluated while it trained."""
+    kept = read_object(Path(run.path) / EVALUATION) or {}
+    found = list(kept.values())[-1] if kept else {}
+    lists = {name: found[name] for name in ("dual", "itm") if isinstance(found.get(name), dict)}
+    return {f"{name}_{key}": float(value) for name, figures in lists.items() for key, value in figures.items()}

@@ -2,6 +2,7 @@
 
 config.json                what the run was told, what it chose, and the digests of what it reads
 metrics.jsonl              one line per step, and per evaluation
+evaluation.json            what ``fnpipe evaluate`` printed last with --json, by split (``eccv``: by --eccv)
 checkpoints/last.safetensors, last.state      the newest weights, and all else that a resumed run needs
 checkpoints/best.safetensors                  the weights of the best evaluation
 checkpoints/epoch-004.safetensors             on request
@@ -15,9 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fnpipe.pipeline import atomic
 from fnpipe.pipeline.digests import content_digests
 from fnpipe.pipeline.errors import InputError, nearest
-from fnpipe.pipeline.stage import RUN_CONFIG
+from fnpipe.pipeline.stage import RUN_CONFIG, read_object
 from fnpipe.pipeline.workspace import Workspace
 from fnpipe.train.building import build_model, load_model
 from fnpipe.train.config import TINY
@@ -25,6 +27,7 @@ from fnpipe.train.model import ModelConfig, VLModel
 
 CONFIG = RUN_CONFIG
 METRICS = "metrics.jsonl"
+EVALUATION = "evaluation.json"
 CHECKPOINTS = "checkpoints"
 
 _ASSETS = Path(__file__).parent / "assets"
@@ -41,6 +44,15 @@ def run_directory(workspace: Workspace, name: str) -> Path:
     if not name or "/" in name or name.startswith("."):
         raise InputError(f"--run {name!r}: give a plain name; the run goes to {workspace.root}/runs/NAME")
     return workspace.stage(f"runs/{name}").path
+
+
+def keep_evaluation(workspace: Workspace, run: str, on: str, summary: Mapping[str, Any]) -> None:
+    """Keep what ``evaluate`` found of a run of this workspace in its ``evaluation.json``, by split, the newest last."""
+    if run not in workspace.names("runs"):
+        return
+    directory = run_directory(workspace, run)
+    known = read_object(directory / EVALUATION) or {}
+    atomic.write_json(directory / EVALUATION, {**{key: known[key] for key in known if key != on}, on: dict(summary)})
 
 
 def find_run(workspace: Workspace, name: str) -> Path:

@@ -102,6 +102,7 @@ def test_a_text_of_a_table_that_is_no_utf_8_is_its_row_s_trouble(tmp_path: Path)
 )
 def test_a_saved_data_set_with_an_odd_list_of_files_is_refused(state: str, tmp_path: Path):
     (tmp_path / "state.json").write_text(state)
+    (tmp_path / "dataset_info.json").write_text("{}")
     with pytest.raises(InputError, match=r"state\.json"):
         rows_of(tmp_path, "hf")
 

@@ -251,7 +251,8 @@ def _saved_files(directory: str) -> list[tuple[str, str | None]]:
     try:
         saved = datasets.load_from_disk(root)
     except Exception as error:
-        raise InputError(f"{directory}: not what save_to_disk leaves ({_in_short(error)})") from None
+        what = f"{_STATE}, dataset_info.json and Arrow files"
+        raise InputError(f"{directory}: not what save_to_disk leaves: {what} ({_in_short(error)})") from None
     parts = saved.items() if isinstance(saved, datasets.DatasetDict) else [(None, saved)]
     files = [(os.path.relpath(file["filename"], root), name) for name, part in parts for file in part.cache_files]
     outside = next((name for name, _ in files if name.startswith("..")), None)

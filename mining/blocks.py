@@ -116,7 +116,8 @@ class BlockSearcher:
         opened = Embeddings.open(workspace, embeddings)
         self._sides = sides(opened, read_members(workspace, opened))
         self._options = options
-        self._direction, self._find = "", _nothing_opened
+        self._direction = ""
+        self._find: Find = _nothing_opened
 
     def describe(self) -> str:
         return "searcher"

@@ -113,7 +113,7 @@ class Place:
 
     def __init__(self, root: Path, scenes: int) -> None:
         import_all()
-        from fnpipe.pipeline.scenes import write_scenes
+        from fnpipe.pipeline.scenes.dataset import write_scenes
 
         self.root, self.sound, self.log = root / "place", root / "sound", root / "log"
         write_scenes(self.root / "source", scenes, 0, size=32)

@@ -28,13 +28,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from fnpipe.pipeline.scene_graphs import BACKGROUNDS, COLOURS, SHAPES, SIZES, SceneGraphs
-from fnpipe.pipeline.scenes import Scenes, draw
-from fnpipe.train.building import build_model, load_model, save_model
-from fnpipe.train.masking import IGNORED, mask_tokens
-from fnpipe.train.metrics import Positives, cosine_scores, reranked_scores, retrieval, top_items
-from fnpipe.train.model import ModelConfig, VLModel
-from fnpipe.train.objectives import PLAIN, ecm_decisions, itc_loss, itc_targets, itm_loss, mlm_loss
+from fnpipe.pipeline.scenes.dataset import Scenes, draw
+from fnpipe.pipeline.scenes.graphs import BACKGROUNDS, COLOURS, SHAPES, SIZES, SceneGraphs
+from fnpipe.train.evaluation.metrics import Positives, cosine_scores, reranked_scores, retrieval, top_items
+from fnpipe.train.model.build import build_model, load_model, save_model
+from fnpipe.train.model.model import ModelConfig, VLModel
+from fnpipe.train.objectives.ecm import PLAIN, ecm_decisions, itc_loss, itc_targets, itm_loss, mlm_loss
+from fnpipe.train.objectives.masking import IGNORED, mask_tokens
 
 ASSETS = Path(__file__).parent.parent / "train" / "assets"
 

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fnpipe.train.eccv import CocoTest, read_coco_test
-from fnpipe.train.metrics import Scores, cosine_scores, reranked_scores, top_items
+from fnpipe.train.evaluation.eccv import CocoTest, read_coco_test
+from fnpipe.train.evaluation.metrics import Scores, cosine_scores, reranked_scores, top_items
 
 TOP_K = 24
 LISTED = 1000

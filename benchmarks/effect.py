@@ -25,7 +25,7 @@ from effect_chain import Chain
 from effect_regime import EXPLORED, FULL, QUICK, Regime, Row, emoji, emoji_rows, main_rows, quick_rows, smoothing_rows
 from effect_report import Results, markdown, orderings, plots, summary
 
-from fnpipe.pipeline import atomic
+from fnpipe.pipeline.files import atomic
 
 
 def chosen(arguments: argparse.Namespace) -> tuple[Regime, dict[str, Row]]:

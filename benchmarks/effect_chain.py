@@ -23,33 +23,33 @@ import numpy as np
 import torch
 from effect_regime import RANDOM, Regime, Row, Run
 
-from fnpipe.mining.accuracy import edges_against_truth
-from fnpipe.mining.audit import AuditConfig, audit, hardest_negatives
-from fnpipe.mining.connections import MineConfig, mine_connections
-from fnpipe.mining.discriminators import Discriminator
-from fnpipe.mining.edges import DISCRIMINATOR, label_candidates
-from fnpipe.mining.graph import GraphConfig, build_graph
-from fnpipe.mining.grouping import ALL, GroupConfig, group, plan_epoch
-from fnpipe.mining.judging import Judge
-from fnpipe.mining.members import read_members
-from fnpipe.mining.truth import Truth
-from fnpipe.pipeline import atomic
-from fnpipe.pipeline.decode import decode_rgb
-from fnpipe.pipeline.embed import EmbedConfig, embed
-from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.mining.connections.judge import Judge
+from fnpipe.mining.connections.stage import MineConfig, mine_connections
+from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.data.truth import Truth
+from fnpipe.mining.discriminators.protocol import Discriminator
+from fnpipe.mining.edges.reader import DISCRIMINATOR, label_candidates
+from fnpipe.mining.graph.stage import GraphConfig, build_graph
+from fnpipe.mining.plans.stage import ALL, GroupConfig, group, plan_epoch
+from fnpipe.mining.views.accuracy import edges_against_truth
+from fnpipe.mining.views.audit import AuditConfig, audit, hardest_negatives
+from fnpipe.pipeline.embed.stage import EmbedConfig, embed
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.scenes import draw, write_scenes
-from fnpipe.pipeline.shard import ShardConfig, shard
-from fnpipe.pipeline.workspace import Workspace, read_manifest
-from fnpipe.train.building import build_model, load_model, save_model
-from fnpipe.train.con_d import load_discriminator
-from fnpipe.train.encoder import load_encoder
-from fnpipe.train.evaluate import evaluate_model, read_queries
-from fnpipe.train.log import read_metrics
-from fnpipe.train.loop import train
-from fnpipe.train.model import ModelConfig
-from fnpipe.train.pictures import Samples
-from fnpipe.train.runs import load_run, model_file
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.images.decode import decode_rgb
+from fnpipe.pipeline.scenes.dataset import draw, write_scenes
+from fnpipe.pipeline.shard.stage import ShardConfig, shard
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace, read_manifest
+from fnpipe.train.data.pictures import Samples
+from fnpipe.train.evaluation.retrieval import evaluate_model, read_queries
+from fnpipe.train.judges.encoder import load_encoder
+from fnpipe.train.judges.itm import load_discriminator
+from fnpipe.train.loop.session import train
+from fnpipe.train.model.build import build_model, load_model, save_model
+from fnpipe.train.model.model import ModelConfig
+from fnpipe.train.runs.directory import load_run, model_file
+from fnpipe.train.runs.log import read_metrics
 
 # More threads give other last bits, and gain little on models this small.
 THREADS = 1

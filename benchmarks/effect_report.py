@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from effect_regime import RANDOM, Regime, Row
 
-from fnpipe.pipeline import atomic
+from fnpipe.pipeline.files import atomic
 
 # Metric in the JSON -> where a branch's figures have it.
 METRICS = {

@@ -33,13 +33,13 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from fnpipe.pipeline.decode import decode_rgb
-from fnpipe.pipeline.device import pick_precision
-from fnpipe.pipeline.embed import EmbedConfig, embed
-from fnpipe.pipeline.encoders import load_open_clip
-from fnpipe.pipeline.shard import ShardConfig, shard
-from fnpipe.pipeline.transform import Transform
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.embed.open_clip import load_open_clip
+from fnpipe.pipeline.embed.stage import EmbedConfig, embed
+from fnpipe.pipeline.images.decode import decode_rgb
+from fnpipe.pipeline.images.transform import Transform
+from fnpipe.pipeline.machine.device import pick_precision
+from fnpipe.pipeline.shard.stage import ShardConfig, shard
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 MODEL = "ViT-B-32"
 LOOP_BATCH = 64

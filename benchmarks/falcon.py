@@ -28,18 +28,18 @@ import numpy as np
 import open_clip
 import torch
 
-from fnpipe.mining.members import members_of
-from fnpipe.train.batches import Batch
-from fnpipe.train.building import build_model
-from fnpipe.train.config import TrainConfig
-from fnpipe.train.falcon import Drawing, Scheduler
-from fnpipe.train.falcon_batches import EmbeddingCache, EpochConstruction, FalconSource
-from fnpipe.train.falcon_config import resolve_falcon
-from fnpipe.train.falcon_training import Falcon, policy_config
-from fnpipe.train.model import ModelConfig
-from fnpipe.train.objectives import PLAIN
-from fnpipe.train.processes import Processes
-from fnpipe.train.step import StepConfig, StepInput, TrainStep, mask_generator, parameter_groups
+from fnpipe.mining.data.train_pairs import members_of
+from fnpipe.train.data.batches import Batch
+from fnpipe.train.distributed import Processes
+from fnpipe.train.falcon.batches import EmbeddingCache, EpochConstruction, FalconSource
+from fnpipe.train.falcon.keys import resolve_falcon
+from fnpipe.train.falcon.policy import Drawing, Scheduler
+from fnpipe.train.falcon.scheduler import Falcon, policy_config
+from fnpipe.train.learners.keys import TrainConfig
+from fnpipe.train.model.build import build_model
+from fnpipe.train.model.model import ModelConfig
+from fnpipe.train.objectives.ecm import PLAIN
+from fnpipe.train.objectives.step import StepConfig, StepInput, TrainStep, mask_generator, parameter_groups
 from train import Clock, make_batches
 
 BATCH, SEARCH_SPACE, WIDTH = 96, 5664, 256

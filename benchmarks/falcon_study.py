@@ -19,18 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from fnpipe.mining.members import read_members
-from fnpipe.mining.truth import Truth
-from fnpipe.pipeline import atomic
-from fnpipe.pipeline.embed import EmbedConfig, embed
-from fnpipe.pipeline.embeddings import Embeddings
-from fnpipe.pipeline.scenes import write_scenes
-from fnpipe.pipeline.shard import ShardConfig, shard
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.encoder import load_encoder
-from fnpipe.train.falcon import Constant, construct, pair_similarities
-from fnpipe.train.log import read_metrics
-from fnpipe.train.loop import train
+from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.data.truth import Truth
+from fnpipe.pipeline.embed.stage import EmbedConfig, embed
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.scenes.dataset import write_scenes
+from fnpipe.pipeline.shard.stage import ShardConfig, shard
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.falcon.policy import Constant, construct, pair_similarities
+from fnpipe.train.judges.encoder import load_encoder
+from fnpipe.train.loop.session import train
+from fnpipe.train.runs.log import read_metrics
 
 TRAIN, TEST, BATCH = 8192, 1000, 64
 SMALL, LARGE = 1024, 4096

@@ -31,7 +31,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import typer
 
-from fnpipe.cli import commands  # noqa: F401  registers every command
+from fnpipe.cli import main as commands  # noqa: F401  registers every command
 from fnpipe.cli.app import app, run
 
 SECONDS_PER_COMBINATION = 60
@@ -381,7 +381,7 @@ def kind_of(option: Any) -> type:
 
 def make_workspace(directory: Path) -> None:
     """``S``, a source of drawn scenes, and ``W``, a workspace of it with one of every stage."""
-    from fnpipe.pipeline.scenes import write_scenes
+    from fnpipe.pipeline.scenes.dataset import write_scenes
 
     write_scenes(directory / "S", IMAGES, seed=1)
     lines = [
@@ -463,13 +463,13 @@ def _wait(pid: int) -> int | None:
 
 def load() -> None:
     """Import what the commands import, so that a child need not; nothing is computed before it forks."""
-    import fnpipe.mining.connections
-    import fnpipe.mining.export
-    import fnpipe.pipeline.clip_retrieval
-    import fnpipe.pipeline.shard
-    import fnpipe.train.export
+    import fnpipe.mining.connections.stage
+    import fnpipe.mining.exports.stage
+    import fnpipe.pipeline.embed.import_clip_retrieval
+    import fnpipe.pipeline.shard.stage
     import fnpipe.train.methods
-    import fnpipe.train.report_page  # noqa: F401
+    import fnpipe.train.model.export_open_clip
+    import fnpipe.train.reports.page  # noqa: F401
 
 
 def main() -> None:

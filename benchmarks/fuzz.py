@@ -36,23 +36,23 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fnpipe.mining.edges import EDGES_SCHEMA, EdgeLookup, named, read_edges
-from fnpipe.mining.graph import Graph
-from fnpipe.mining.grouping import PLAN_SCHEMA, read_plan
-from fnpipe.mining.inspection import InspectConfig, inspect_edges
-from fnpipe.mining.labels import count_labels
-from fnpipe.mining.truth import Truth
-from fnpipe.pipeline.decode import BadImage, decode_rgb, inspect_image
-from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.mining.data.truth import Truth
+from fnpipe.mining.edges.reader import EDGES_SCHEMA, EdgeLookup, named, read_edges
+from fnpipe.mining.edges.relabel import count_labels
+from fnpipe.mining.graph.stage import Graph
+from fnpipe.mining.plans.stage import PLAN_SCHEMA, read_plan
+from fnpipe.mining.views.inspection import InspectConfig, inspect_edges
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.shard import ShardConfig, shard
-from fnpipe.pipeline.sources.opening import READERS, open_sources
+from fnpipe.pipeline.images.decode import BadImage, decode_rgb, inspect_image
+from fnpipe.pipeline.shard.stage import ShardConfig, shard
+from fnpipe.pipeline.sources.open import READERS, open_sources
 from fnpipe.pipeline.sources.rows import RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Tools
-from fnpipe.pipeline.status import status
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.config import make_config, read_values
-from fnpipe.train.runs import load_run
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.learners.keys import make_config, read_values
+from fnpipe.train.runs.directory import load_run
+from fnpipe.train.status import status
 
 SECONDS_PER_INPUT = 10
 IMAGES = 6

@@ -29,14 +29,14 @@ import numpy as np
 import torch
 from synthetic import synthetic_workspace
 
-from fnpipe.mining.blas import blas_kernel, load_faiss
-from fnpipe.mining.device_search import DeviceRows
-from fnpipe.mining.graph import DIRECTIONS, Graph, GraphConfig, build_graph
-from fnpipe.mining.members import read_members
-from fnpipe.mining.recall import share_found
-from fnpipe.mining.sides import sides
-from fnpipe.pipeline.embeddings import Embeddings
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.graph.blas import blas_kernel, load_faiss
+from fnpipe.mining.graph.directions import sides
+from fnpipe.mining.graph.on_device import DeviceRows
+from fnpipe.mining.graph.recall import share_found
+from fnpipe.mining.graph.stage import DIRECTIONS, Graph, GraphConfig, build_graph
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 SAMPLE = 1000
 FLAT_ROWS = 400_000

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from synthetic import synthetic_workspace
 
-from fnpipe.mining.chain import grit_order
-from fnpipe.mining.compiled import compiled_sum
-from fnpipe.mining.graph import Graph, GraphConfig, build_graph
-from fnpipe.mining.grouping import GroupConfig, group
-from fnpipe.mining.members import read_members
-from fnpipe.mining.walk import walk_graph
-from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.graph.stage import Graph, GraphConfig, build_graph
+from fnpipe.mining.plans.chain import grit_order
+from fnpipe.mining.plans.graph_walk import walk_graph
+from fnpipe.mining.plans.stage import GroupConfig, group
+from fnpipe.pipeline.machine.compiled import compiled_sum
+from fnpipe.pipeline.workspace.embeddings import Embeddings
 
 REFERENCE_PAIRS = 4_000_000
 QUALITY_PAIRS = 50_000

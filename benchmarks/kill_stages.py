@@ -154,8 +154,8 @@ class Chain:
 
     def __init__(self, root: Path, scenes: int) -> None:
         import_all()
-        from fnpipe.mining import searches
-        from fnpipe.pipeline.scenes import write_scenes
+        from fnpipe.mining.graph import search as searches
+        from fnpipe.pipeline.scenes.dataset import write_scenes
 
         # So that a graph of this size is made of several blocks, as a large one is.
         searches.EXACT_BLOCK = searches.IVF_BLOCK_LEAST = searches.IVF_BLOCK_MOST = 64

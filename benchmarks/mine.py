@@ -22,18 +22,18 @@ import pyarrow as pa
 import torch
 from PIL import Image
 
-from fnpipe.mining.connections import MineConfig, mine_connections
-from fnpipe.mining.edges import read_edges
-from fnpipe.mining.grouping import GroupConfig, group
-from fnpipe.pipeline import atomic
-from fnpipe.pipeline.decode import decode_rgb
-from fnpipe.pipeline.embeddings import BAD_SCHEMA, image_array_path, text_array_path
-from fnpipe.pipeline.shard import ShardConfig, shard
-from fnpipe.pipeline.storage import read_ranges
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.building import build_model
-from fnpipe.train.con_d import ItmDiscriminator
-from fnpipe.train.model import ModelConfig
+from fnpipe.mining.connections.stage import MineConfig, mine_connections
+from fnpipe.mining.edges.reader import read_edges
+from fnpipe.mining.plans.stage import GroupConfig, group
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files.ranges import read_ranges
+from fnpipe.pipeline.images.decode import decode_rgb
+from fnpipe.pipeline.shard.stage import ShardConfig, shard
+from fnpipe.pipeline.workspace.embeddings import BAD_SCHEMA, image_array_path, text_array_path
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.judges.itm import ItmDiscriminator
+from fnpipe.train.model.build import build_model
+from fnpipe.train.model.model import ModelConfig
 
 WORDS = [
     *(

@@ -166,7 +166,7 @@ def draw(directory: Path, scenes: int) -> None:
     """Draw scenes; the last line says how many combinations are true beside the recorded ones."""
     import pyarrow.parquet as pq
 
-    from fnpipe.pipeline.scenes import write_scenes
+    from fnpipe.pipeline.scenes.dataset import write_scenes
 
     write_scenes(directory, scenes, SEED)
     print(json.dumps({"true": pq.read_metadata(directory / "truth.parquet").num_rows - scenes}))

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from fnpipe.pipeline import atomic
-from fnpipe.pipeline.digests import digest_files
-from fnpipe.pipeline.embeddings import BAD_SCHEMA, image_array_path, text_array_path
-from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files.digests import digest_files
+from fnpipe.pipeline.workspace.embeddings import BAD_SCHEMA, image_array_path, text_array_path
+from fnpipe.pipeline.workspace.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
 
 WIDTH, TOPICS, SUPER_TOPICS, PAIRS_PER_SHARD = 512, 20_000, 500, 50_000
 

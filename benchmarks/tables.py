@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fnpipe.pipeline import atomic
-from fnpipe.pipeline.digests import digest_files
-from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files.digests import digest_files
+from fnpipe.pipeline.workspace.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
 
 WORDS = tuple("a the red small dog street man two with on of in white sitting table near large green old bus".split())  # noqa: SIM905
 PAIRS_PER_SHARD = 1000
@@ -81,9 +81,9 @@ def measure(part: str, workspace: Workspace) -> dict[str, float]:
 
 def reader(part: str) -> Callable[[Workspace], object]:
     """What reads a part: who takes part in plans, the identity rule, and where the pictures and captions lie."""
-    from fnpipe.mining.members import read_members
-    from fnpipe.mining.records import Identity
-    from fnpipe.train.pictures import Samples
+    from fnpipe.mining.data.identity import Identity
+    from fnpipe.mining.data.train_pairs import read_members
+    from fnpipe.train.data.pictures import Samples
 
     return {"members": read_members, "identity": Identity.of, "samples": Samples.of}[part]
 

@@ -13,7 +13,7 @@ import json
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from fnpipe.train.tokenizer import SPECIAL_TOKENS, TINY_VOCABULARY
+from fnpipe.train.model.tokenizer import SPECIAL_TOKENS, TINY_VOCABULARY
 
 PIECES = 1000
 

@@ -6,7 +6,7 @@
     python benchmarks/vacsr.py DIR --seeds 1 --only foreign   # some of it; --report trains nothing
 
 Four kinds of frozen embeddings. *In-domain*: the encoder that ships with fnpipe, trained on scenes like these.
-*Restyled*: an encoder trained on scenes in another style (`fnpipe.pipeline.scenes.FOREIGN`: other shades, half of the
+*Restyled*: an encoder trained on scenes in another style (`fnpipe.pipeline.scenes.dataset.FOREIGN`: other shades, half of the
 backgrounds, captions that say less); it is trained once, four minutes of one core, and kept in DIR. *Foreign*: the same
 encoder, which here sees every picture under bluish light, so that no colour is one whose name it has learned. Of seven
 lights, gammas and contrasts it is the one under which the cosine falls most, to about half; it was chosen by the cosine
@@ -41,29 +41,29 @@ import numpy as np
 import torch
 from demo_checkpoints import Recipe, normalised, pretrain, warm_up
 
-from fnpipe.mining.accuracy import auroc, average_precision, edges_against_truth
-from fnpipe.mining.discriminators import ClipDiscriminator, cosine, fit_on_recorded
-from fnpipe.mining.judging import Judge
-from fnpipe.mining.members import read_members
-from fnpipe.mining.truth import Truth
-from fnpipe.pipeline import atomic
-from fnpipe.pipeline.embed import EmbedConfig, embed
-from fnpipe.pipeline.embeddings import Embeddings
-from fnpipe.pipeline.scene_graphs import FOREIGN
-from fnpipe.pipeline.scenes import draw, write_scenes
-from fnpipe.pipeline.shard import ShardConfig, shard
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.adapter import AdapterNet
-from fnpipe.train.building import build_model, load_model, save_model
-from fnpipe.train.con_d import load_discriminator
-from fnpipe.train.encoder import RunEncoder
-from fnpipe.train.evaluate import evaluate_embeddings, read_queries
-from fnpipe.train.frozen import train_frozen
-from fnpipe.train.frozen_evaluate import adapted_rows
-from fnpipe.train.frozen_runs import load_frozen_run
-from fnpipe.train.model import ModelConfig, VLModel
-from fnpipe.train.runs import SHIPPED
-from fnpipe.train.vacsr_con_d import VacsrDiscriminator
+from fnpipe.mining.connections.judge import Judge
+from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.data.truth import Truth
+from fnpipe.mining.discriminators.protocol import ClipDiscriminator, cosine, fit_on_recorded
+from fnpipe.mining.views.accuracy import auroc, average_precision, edges_against_truth
+from fnpipe.pipeline.embed.stage import EmbedConfig, embed
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.scenes.dataset import draw, write_scenes
+from fnpipe.pipeline.scenes.graphs import FOREIGN
+from fnpipe.pipeline.shard.stage import ShardConfig, shard
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.evaluation.on_embeddings import adapted_rows
+from fnpipe.train.evaluation.retrieval import evaluate_embeddings, read_queries
+from fnpipe.train.judges.encoder import RunEncoder
+from fnpipe.train.judges.itm import load_discriminator
+from fnpipe.train.judges.vacsr import VacsrDiscriminator
+from fnpipe.train.learners.embeddings import train_frozen
+from fnpipe.train.model.build import build_model, load_model, save_model
+from fnpipe.train.model.frozen_files import load_frozen_run
+from fnpipe.train.model.model import ModelConfig, VLModel
+from fnpipe.train.objectives.adapter import AdapterNet
+from fnpipe.train.runs.directory import SHIPPED
 
 IN_DOMAIN, RESTYLED, FOREIGN_DOMAIN, EMOJI = "in-domain", "restyled", "foreign", "emoji"
 SHUFFLED = 0.2

@@ -15,9 +15,9 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from fnpipe.cli.given import check_given
+from fnpipe.cli.options import check_given
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.shown import shown
+from fnpipe.pipeline.machine.shown import shown
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -87,7 +87,7 @@ def main() -> None:
 
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; a user's mistake becomes one line on stderr."""
-    from fnpipe.cli import commands  # noqa: F401  registers every command
+    from fnpipe.cli import main as commands  # noqa: F401  registers every command
 
     # typer carries its own copy of click in some versions; its exceptions are reached through these two.
     click_error = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

@@ -22,9 +22,9 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from fnpipe.pipeline import atomic
-from fnpipe.pipeline.digests import digest_files
-from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files.digests import digest_files
+from fnpipe.pipeline.workspace.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
 
 # How long an example takes says how busy the machine is. Whatever profile is loaded already stands otherwise.
 hypothesis.settings.register_profile("patient", hypothesis.settings(deadline=None))
@@ -192,7 +192,7 @@ def make_workspace(tmp_path: Path) -> MakeWorkspace:
 
 def write_embeddings(workspace: Workspace, name: str, images: np.ndarray, texts: np.ndarray) -> None:
     """Store (images, d) and (pairs, d) arrays, normalised, as a finished ``embeddings/<name>``; zero rows are bad."""
-    from fnpipe.pipeline.embeddings import BAD_SCHEMA, image_array_path, text_array_path
+    from fnpipe.pipeline.workspace.embeddings import BAD_SCHEMA, image_array_path, text_array_path
 
     stage = workspace.stage(f"embeddings/{name}")
     stage.begin({"model": "made"}, {"pairs": workspace.digest})

@@ -108,7 +108,7 @@ def test_ctrl_c_says_how_to_go_on(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fnpipe.pipeline.status.status", interrupted)
+    monkeypatch.setattr("fnpipe.train.status.status", interrupted)
     assert run(["status", str(make_workspace().root)]) == 1
     assert "run the same command again" in one_line(capsys)
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from conftest import MakeWorkspace, flat_colour
 from fnpipe.cli.app import run
-from fnpipe.mining.audit import AuditConfig, audit, discriminator_judge, hardest_in_batch, hardest_negatives
-from fnpipe.mining.graph import GraphConfig, build_graph
-from fnpipe.mining.grouping import GroupConfig, group, read_plan
-from fnpipe.mining.truth import Truth
-from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.mining.data.truth import Truth
+from fnpipe.mining.graph.stage import GraphConfig, build_graph
+from fnpipe.mining.plans.stage import GroupConfig, group, read_plan
+from fnpipe.mining.views.audit import AuditConfig, audit, discriminator_judge, hardest_in_batch, hardest_negatives
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 CONCEPTS = 12
 

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace, flat_colour, png
-from fnpipe.mining.edges import AMBIGUOUS, POSITIVE, UNSCORED, EdgeLookup
-from fnpipe.mining.members import members_of, read_members
-from fnpipe.mining.records import Identity
+from fnpipe.mining.data.identity import Identity
+from fnpipe.mining.data.train_pairs import members_of, read_members
+from fnpipe.mining.edges.reader import AMBIGUOUS, POSITIVE, UNSCORED, EdgeLookup
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.augment import augment_tiny, make_augment, random_resized_crop
-from fnpipe.train.batches import Batch, FullPixels, Loader, RandomBatches, TinyPixels, picture_rng, share
-from fnpipe.train.pictures import FittedPictures, Samples, is_tar_header
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.data.augment import augment_tiny, make_augment, random_resized_crop
+from fnpipe.train.data.batches import Batch, FullPixels, Loader, RandomBatches, TinyPixels, picture_rng, share
+from fnpipe.train.data.pictures import FittedPictures, Samples, is_tar_header
 
 
 def fit(rgb: np.ndarray) -> torch.Tensor:

@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 
-from fnpipe.mining import blas
+from fnpipe.mining.graph import blas
 
 
 def kernel_of_fresh_process(**environment: str) -> str:
     program = (
-        "import os; from fnpipe.mining.blas import blas_kernel; "
+        "import os; from fnpipe.mining.graph.blas import blas_kernel; "
         "print(blas_kernel(), os.environ.get('OPENBLAS_CORETYPE'))"
     )
     clean = {name: value for name, value in os.environ.items() if name != "OPENBLAS_CORETYPE"}

@@ -18,8 +18,8 @@ from transformers import (
     BlipVisionConfig,
 )
 
-from fnpipe.mining import blip
-from fnpipe.mining.blip import load_blip
+from fnpipe.mining.discriminators import blip
+from fnpipe.mining.discriminators.blip import load_blip
 
 WORDS = ["a", "red", "blue", "dog", "cat", "on", "the", "grass", "##s", "two", ".", "big", "sleeping"]
 

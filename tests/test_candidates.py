@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
-from fnpipe.mining.candidates import (
+from fnpipe.mining.connections.candidates import (
     NOT_PROPOSED,
     CandidateRuns,
     PlanProposer,
@@ -19,7 +19,7 @@ from fnpipe.mining.candidates import (
     nearest_slots,
     write_runs,
 )
-from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.pipeline.workspace.embeddings import Embeddings
 
 ONE_FIXTURE = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -135,7 +135,7 @@ def test_the_best_of_many_slots_come_in_order(k):
 
 
 def test_batches_larger_than_a_block_are_taken_in_tiles(make_workspace: MakeWorkspace, tmp_path, monkeypatch):
-    from fnpipe.mining import candidates
+    from fnpipe.mining.connections import candidates
 
     rng = np.random.default_rng(1)
     workspace = make_workspace(11, captions=2, embeddings=(rng.normal(size=(11, 6)), rng.normal(size=(22, 6))))

@@ -21,10 +21,10 @@ import pytest
 import webdataset
 
 from fnpipe.cli.app import run
-from fnpipe.pipeline.captions import clean_caption
-from fnpipe.pipeline.decode import decode_rgb
-from fnpipe.pipeline.storage import read_ranges
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.files.ranges import read_ranges
+from fnpipe.pipeline.images.decode import decode_rgb
+from fnpipe.pipeline.sources.captions import clean_caption
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 CASES = Path(__file__).parent / "cases"
 SET = json.loads((CASES / "cases.json").read_bytes())

@@ -15,11 +15,11 @@ from test_train_loop import FAST, Killed, equal, kill_after, logged, weights
 
 from conftest import MakeWorkspace
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.building import build_model, load_model, save_model
-from fnpipe.train.con_d import ItmDiscriminator
-from fnpipe.train.loop import train
-from fnpipe.train.model import ModelConfig, VLModel
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.judges.itm import ItmDiscriminator
+from fnpipe.train.loop.session import train
+from fnpipe.train.model.build import build_model, load_model, save_model
+from fnpipe.train.model.model import ModelConfig, VLModel
 
 NAME = "coca-made"
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.building import build_model, save_model
-from fnpipe.train.con_d import ItmDiscriminator, load_discriminator
-from fnpipe.train.model import ModelConfig, VLModel
+from fnpipe.train.judges.itm import ItmDiscriminator, load_discriminator
+from fnpipe.train.model.build import build_model, save_model
+from fnpipe.train.model.model import ModelConfig, VLModel
 
 CAPTIONS = ["hi", "a red circle", "two big blue squares at the top of a grey scene"]
 

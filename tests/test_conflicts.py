@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
 from fnpipe.cli.app import run
-from fnpipe.mining.chain import chain, chain_order
-from fnpipe.mining.conflicts import (
+from fnpipe.mining.data.identity import Identity
+from fnpipe.mining.plans.chain import chain, chain_order
+from fnpipe.mining.plans.conflicts import (
     Conflicts,
     conflicts_among,
     conflicts_between,
@@ -21,11 +22,10 @@ from fnpipe.mining.conflicts import (
     no_conflicts,
     repair,
 )
-from fnpipe.mining.grouping import GroupConfig, group, read_plan
-from fnpipe.mining.quantile import _nth_nearest, quantile_order
-from fnpipe.mining.records import Identity
+from fnpipe.mining.plans.quantile import _nth_nearest, quantile_order
+from fnpipe.mining.plans.stage import GroupConfig, group, read_plan
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 Pairs = set[tuple[int, int]]
 

@@ -18,20 +18,20 @@ import pytest
 
 from conftest import MakeWorkspace, flat_colour, png
 from fnpipe.cli.app import run
-from fnpipe.mining import trust
-from fnpipe.mining.connections import MineConfig, mine_connections
-from fnpipe.mining.discriminators import ClipDiscriminator, LogisticFit
-from fnpipe.mining.edges import EDGES_SCHEMA, EdgeLookup, read_edges, read_recorded
-from fnpipe.mining.forecast import plan_mining
-from fnpipe.mining.grouping import PLAN_SCHEMA
-from fnpipe.mining.inputs import sample_candidates
-from fnpipe.mining.judging import Judge
-from fnpipe.mining.labels import relabel, share_threshold
-from fnpipe.pipeline import atomic
-from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.mining.connections import trust
+from fnpipe.mining.connections.forecast import plan_mining
+from fnpipe.mining.connections.inputs import sample_candidates
+from fnpipe.mining.connections.judge import Judge
+from fnpipe.mining.connections.stage import MineConfig, mine_connections
+from fnpipe.mining.discriminators.protocol import ClipDiscriminator, LogisticFit
+from fnpipe.mining.edges.reader import EDGES_SCHEMA, EdgeLookup, read_edges, read_recorded
+from fnpipe.mining.edges.relabel import relabel, share_threshold
+from fnpipe.mining.plans.stage import PLAN_SCHEMA
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.status import status
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.status import status
 
 
 @pytest.fixture(autouse=True)
@@ -480,9 +480,9 @@ def test_a_killed_relabel_is_no_pass_and_goes_on_when_run_again(make_workspace: 
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from fnpipe.mining import trust
-from fnpipe.mining.connections import MineConfig, mine_connections
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.mining.connections import trust
+from fnpipe.mining.connections.stage import MineConfig, mine_connections
+from fnpipe.pipeline.workspace.workspace import Workspace
 from test_connections import TableDiscriminator, stable_p
 
 def deadly(colour, caption):

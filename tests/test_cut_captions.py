@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tiny_encoders import tiny_model
 
 from fnpipe.cli.app import run
-from fnpipe.pipeline.cut_captions import CUT_SCHEMA, cut_notes, find_cut
-from fnpipe.pipeline.encoders import Tokenize
-from fnpipe.train.encoder import PadToContext
-from fnpipe.train.tokenizer import tiny_tokenizer
+from fnpipe.pipeline.embed.cut_captions import CUT_SCHEMA, cut_notes, find_cut
+from fnpipe.pipeline.embed.open_clip import Tokenize
+from fnpipe.train.judges.encoder import PadToContext
+from fnpipe.train.model.tokenizer import tiny_tokenizer
 
 CASE = Path(__file__).parent / "cases2" / "17-cut-captions"
 WORDS = ["a", "red", "dog", "elephants", "photosynthesis", "42", "!", "…"]

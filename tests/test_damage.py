@@ -17,14 +17,14 @@ import pytest
 
 from conftest import MakePairs, MakeWorkspace
 from fnpipe.cli.app import run
-from fnpipe.mining.graph import Graph
-from fnpipe.mining.grouping import PLAN_SCHEMA, plan_path, read_plan
-from fnpipe.pipeline import atomic
-from fnpipe.pipeline.destination import destination, new_directory
+from fnpipe.mining.graph.stage import Graph
+from fnpipe.mining.plans.stage import PLAN_SCHEMA, plan_path, read_plan
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files.destination import destination, new_directory
 from fnpipe.pipeline.made_by import make_again
-from fnpipe.pipeline.shard import ShardConfig, shard
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.shard.stage import ShardConfig, shard
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 
 def flip(path: Path, at: int, bit: int = 0) -> None:

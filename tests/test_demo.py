@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fnpipe.cli.app import run
-from fnpipe.cli.demo import DemoConfig, first_look, run_demo
+from fnpipe.cli.commands.demo import DemoConfig, first_look, run_demo
 from fnpipe.pipeline.errors import InputError
 
 SMALL = DemoConfig(scenes=360, holdout=104, batch_size=16, search_space=128, epochs=2, candidates=4)
@@ -107,7 +107,7 @@ def test_the_command_prints_the_figures_and_names_the_edges(
     finished: tuple[Path, dict, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     root, summary, _ = finished
-    monkeypatch.setattr("fnpipe.cli.demo.DemoConfig", lambda: SMALL)
+    monkeypatch.setattr("fnpipe.cli.commands.demo.DemoConfig", lambda: SMALL)
     assert run(["demo", str(root)]) == 0
     printed = capsys.readouterr().out
     assert f"{summary['false_negatives']['grit-128']:.1%}" in printed
@@ -120,7 +120,7 @@ def test_the_command_prints_the_figures_and_names_the_edges(
 def test_the_lines_it_proposes_run_as_they_stand(
     finished: tuple[Path, dict, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("fnpipe.cli.demo.DemoConfig", lambda: SMALL)
+    monkeypatch.setattr("fnpipe.cli.commands.demo.DemoConfig", lambda: SMALL)
     assert run(["demo", str(finished[0])]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines() if sys.executable.split("/")[-1] in line]
     assert len(lines) == 2
@@ -132,7 +132,7 @@ def test_the_lines_it_proposes_run_as_they_stand(
 def test_with_json_standard_output_is_the_summary_alone(
     finished: tuple[Path, dict, list[str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr("fnpipe.cli.demo.DemoConfig", lambda: SMALL)
+    monkeypatch.setattr("fnpipe.cli.commands.demo.DemoConfig", lambda: SMALL)
     assert run(["demo", str(finished[0]), "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["retrieval"] == finished[1]["retrieval"]

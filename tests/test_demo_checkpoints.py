@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fnpipe.pipeline.scenes import draw
-from fnpipe.train.building import load_model
-from fnpipe.train.model import VLModel
-from fnpipe.train.runs import SHIPPED
+from fnpipe.pipeline.scenes.dataset import draw
+from fnpipe.train.model.build import load_model
+from fnpipe.train.model.model import VLModel
+from fnpipe.train.runs.directory import SHIPPED
 
 
 def _load_script() -> ModuleType:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import MakeWorkspace
-from fnpipe.mining.discriminators import (
+from fnpipe.mining.discriminators.protocol import (
     ClipDiscriminator,
     EmbeddingDiscriminator,
     LogisticFit,
@@ -16,8 +16,8 @@ from fnpipe.mining.discriminators import (
     fit_on_recorded,
     load_registered,
 )
-from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace.embeddings import Embeddings
 
 
 def test_the_fit_finds_the_curve_that_drew_the_targets():

@@ -17,17 +17,17 @@ from hypothesis import strategies as st
 
 from conftest import MakeWorkspace, write_embeddings
 from fnpipe.cli.app import run as run_cli
-from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train import eccv, metrics
-from fnpipe.train.building import build_model
-from fnpipe.train.coco import coco_queries, image_name
-from fnpipe.train.eccv import CocoTest, read_coco_test
-from fnpipe.train.evaluate import evaluate_model
-from fnpipe.train.metrics import Scores, precision_of_block, recall_of_block
-from fnpipe.train.model import ModelConfig
-from fnpipe.train.pictures import Samples
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.data.pictures import Samples
+from fnpipe.train.evaluation import eccv, metrics
+from fnpipe.train.evaluation.coco import coco_queries, image_name
+from fnpipe.train.evaluation.eccv import CocoTest, read_coco_test
+from fnpipe.train.evaluation.metrics import Scores, precision_of_block, recall_of_block
+from fnpipe.train.evaluation.retrieval import evaluate_model
+from fnpipe.train.model.build import build_model
+from fnpipe.train.model.model import ModelConfig
 
 Table = dict[int, list[int]]
 Labels = dict[str, dict[str, Table]]

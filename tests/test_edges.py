@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
-from fnpipe.mining.edges import (
+from fnpipe.mining.edges.reader import (
     AMBIGUOUS,
     EDGES_SCHEMA,
     LABELS,
@@ -28,8 +28,8 @@ from fnpipe.mining.edges import (
     read_edges,
     shard_of_part,
 )
-from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files import atomic
 
 
 def test_probability_equal_to_a_threshold_is_ambiguous():

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fnpipe.mining.edges import LABELS, codes_in, read_edges
+from fnpipe.mining.edges.reader import LABELS, codes_in, read_edges
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.building import load_model
-from fnpipe.train.config import TrainConfig, make_config
+from fnpipe.train.learners.keys import TrainConfig, make_config
+from fnpipe.train.model.build import load_model
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # where the script's modules look for each other

@@ -26,10 +26,10 @@ from PIL import Image
 from tiny_encoders import TinyModel, tiny_model
 
 from fnpipe.cli.app import run
-from fnpipe.pipeline.embed import EmbedConfig, embed
-from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.pipeline.embed.stage import EmbedConfig, embed
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 WORDS = ("a", "the", "red", "blue", "dog", "cat", "standing", "near", "table", "street", "with", "small", "large")
 
@@ -150,8 +150,8 @@ def test_little_shared_memory_is_no_trouble_and_changes_no_byte(make_workspace, 
     def no_processes(*_: Any, **__: Any) -> None:
         raise AssertionError("started a process that shares memory")
 
-    monkeypatch.setattr("fnpipe.pipeline.preparing.DataLoader", no_processes)
-    monkeypatch.setattr("fnpipe.pipeline.preparing.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr("fnpipe.pipeline.embed.load.DataLoader", no_processes)
+    monkeypatch.setattr("fnpipe.pipeline.embed.load.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     assert embed_with(workspace, tiny_clip, "--workers", "1", name="short") == expected
 
 
@@ -159,7 +159,7 @@ def test_little_shared_memory_is_no_trouble_and_changes_no_byte(make_workspace, 
 KILLED = """
 import os, signal, sys
 from fnpipe.cli.app import run
-from fnpipe.pipeline import atomic
+from fnpipe.pipeline.files import atomic
 
 write = atomic.write_array
 

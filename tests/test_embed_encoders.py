@@ -9,10 +9,8 @@ import pytest
 import torch
 from tiny_encoders import TINY_MODELS, tiny_model
 
-from fnpipe.cli.embed import own_name
-from fnpipe.pipeline import hub
-from fnpipe.pipeline.device import pick_precision
-from fnpipe.pipeline.encoders import (
+from fnpipe.cli.commands.embed import own_name
+from fnpipe.pipeline.embed.open_clip import (
     Tokenize,
     check_model,
     digest_weights,
@@ -22,6 +20,8 @@ from fnpipe.pipeline.encoders import (
     text_tower_to_cut,
 )
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.machine import hub
+from fnpipe.pipeline.machine.device import pick_precision
 
 CPU = torch.device("cpu")
 TEXTS = ["a dog", "two cats on a red sofa near a window", "x", "a " * 200]

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from fnpipe.cli.app import run
-from fnpipe.pipeline.embeddings import Embeddings
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 CASES = Path(__file__).parent / "cases" / "embeddings"
 

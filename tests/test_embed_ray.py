@@ -14,8 +14,8 @@ from test_embed import TableEncoder, captions, contents, local_directory_model, 
 from tiny_encoders import tiny_model
 
 from fnpipe.cli.app import run
-from fnpipe.pipeline.embed import EmbedConfig, embed
-from fnpipe.pipeline.embed_ray import embed_on_ray
+from fnpipe.pipeline.embed.on_ray import embed_on_ray
+from fnpipe.pipeline.embed.stage import EmbedConfig, embed
 from fnpipe.pipeline.errors import InputError
 
 pytestmark = pytest.mark.slow

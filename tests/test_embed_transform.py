@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from open_clip.transform import PreprocessCfg, image_transform_v2
 from PIL import Image
 
-import fnpipe.pipeline.transform as transform_module
-from fnpipe.pipeline.decode import decode_rgb
-from fnpipe.pipeline.transform import Transform
+import fnpipe.pipeline.images.transform as transform_module
+from fnpipe.pipeline.images.decode import decode_rgb
+from fnpipe.pipeline.images.transform import Transform
 
 # Both round to 8 bits after each of two passes; a step of the first one can grow to two.
 MOST_STEPS = 2

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.building import build_model, save_model
-from fnpipe.train.encoder import RunEncoder, load_encoder
-from fnpipe.train.model import ModelConfig, VLModel
+from fnpipe.train.judges.encoder import RunEncoder, load_encoder
+from fnpipe.train.model.build import build_model, save_model
+from fnpipe.train.model.model import ModelConfig, VLModel
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from test_embed import TableEncoder
 
-from fnpipe.pipeline.encoding import encode_texts, lengths, unit_rows
+from fnpipe.pipeline.embed.compute import encode_texts, lengths, unit_rows
 
 
 @given(

@@ -16,16 +16,22 @@ from hypothesis import strategies as st
 
 from conftest import MakeWorkspace, flat_colour, png, write_embeddings
 from fnpipe.cli.app import run as run_cli
-from fnpipe.mining.truth import Truth
-from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.mining.data.truth import Truth
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.transform import Transform
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train import evaluate
-from fnpipe.train.building import build_model
-from fnpipe.train.evaluate import evaluate_embeddings, evaluate_model, read_queries, true_pairs, usable_queries
-from fnpipe.train.model import ModelConfig, VLModel
-from fnpipe.train.pictures import Samples
+from fnpipe.pipeline.images.transform import Transform
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.data.pictures import Samples
+from fnpipe.train.evaluation import retrieval as evaluate
+from fnpipe.train.evaluation.retrieval import (
+    evaluate_embeddings,
+    evaluate_model,
+    read_queries,
+    true_pairs,
+    usable_queries,
+)
+from fnpipe.train.model.build import build_model
+from fnpipe.train.model.model import ModelConfig, VLModel
 
 
 @pytest.fixture(scope="module")

@@ -22,12 +22,12 @@ from test_gallery import write_edges
 
 from conftest import MakeWorkspace, flat_colour
 from fnpipe.cli.app import run
-from fnpipe.mining import export_datasets
-from fnpipe.mining.export import export
-from fnpipe.mining.export_open_clip import known_false_negatives
-from fnpipe.mining.export_records import ImageRecord, runs_of
+from fnpipe.mining.exports import datasets as export_datasets
+from fnpipe.mining.exports.open_clip import known_false_negatives
+from fnpipe.mining.exports.records import ImageRecord, runs_of
+from fnpipe.mining.exports.stage import export
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 PANDAS_MISSING = ["null", "NA", "None", "nan", "N/A", "NaN", "NULL", "n/a", "<NA>"]
 
@@ -204,7 +204,7 @@ def test_captions_that_pandas_takes_for_something_else_reach_open_clip_as_they_a
 
 
 def test_no_folder_holds_more_than_a_thousand_pictures(make_workspace: MakeWorkspace, tmp_path, monkeypatch):
-    monkeypatch.setattr("fnpipe.mining.export_open_clip._PER_FOLDER", 4)
+    monkeypatch.setattr("fnpipe.mining.exports.open_clip._PER_FOLDER", 4)
     workspace = make_workspace(9)
     export(workspace, write_edges(workspace, []), "open_clip", tmp_path / "out")
     folders = sorted((tmp_path / "out/images").iterdir())

@@ -21,12 +21,12 @@ from test_model import add_architecture, small_clip  # noqa: F401
 from conftest import MakeWorkspace
 from fnpipe.cli.app import run as run_cli
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train import export
-from fnpipe.train.building import build_model, save_model
-from fnpipe.train.config import TINY
-from fnpipe.train.export import export_model
-from fnpipe.train.model import ModelConfig, VLModel
-from fnpipe.train.runs import load_run
+from fnpipe.train.learners.keys import TINY
+from fnpipe.train.model import export_open_clip as export
+from fnpipe.train.model.build import build_model, save_model
+from fnpipe.train.model.export_open_clip import export_model
+from fnpipe.train.model.model import ModelConfig, VLModel
+from fnpipe.train.runs.directory import load_run
 
 README = Path(__file__).parent.parent / "README.md"
 CAPTIONS = ["a small red circle", "", "日本 & naïve CAFÉ's 3rd [MASK]", "!!! ! 0", "many words " * 60]
@@ -123,7 +123,7 @@ def test_a_tokenizer_of_the_transformers_package_comes_along(add_architecture, t
 @pytest.mark.parametrize("text_attention", ["own", "bidirectional"])
 def test_fnpipe_tiny_is_exported_under_either_mask(text_attention: str, tmp_path):
     model = built(text_attention=text_attention)
-    assert export_model(model, tmp_path / "out").needs == "fnpipe.train.tiny"
+    assert export_model(model, tmp_path / "out").needs == "fnpipe.train.model.tiny"
     assert_equal_in_open_clip(model, tmp_path / "out")
 
 
@@ -140,7 +140,7 @@ def test_a_two_way_model_with_clips_words_that_pools_the_first_position_is_expor
 @pytest.fixture(scope="module")
 def clip_words_in_both_forms(tmp_path_factory) -> Any:
     """Our tokenizer of CLIP's vocabulary, and open_clip's of the same, written out to be padded with its end."""
-    from fnpipe.train.tokenizer import open_clip_tokenizer, write_tokenizer
+    from fnpipe.train.model.tokenizer import open_clip_tokenizer, write_tokenizer
 
     directory = tmp_path_factory.mktemp("words")
     ours = open_clip_tokenizer("ViT-B-32", 24, 49408)

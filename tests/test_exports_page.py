@@ -10,10 +10,10 @@ from test_gallery import write_edges
 
 from conftest import MakeWorkspace
 from fnpipe.cli.app import run
-from fnpipe.mining.export_card import loading
-from fnpipe.mining.export_open_clip import training_command
-from fnpipe.mining.grouping import GroupConfig, group
-from fnpipe.mining.materialize import materialize
+from fnpipe.mining.exports.card import loading
+from fnpipe.mining.exports.open_clip import training_command
+from fnpipe.mining.plans.materialize import materialize
+from fnpipe.mining.plans.stage import GroupConfig, group
 
 PAGE = (Path(__file__).parent.parent / "docs" / "exports.md").read_text()
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnpipe.train.falcon import (
+from fnpipe.train.falcon.policy import (
     Constant,
     Drawing,
     Draws,

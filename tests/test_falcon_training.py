@@ -20,15 +20,15 @@ from test_falcon import chain_by_loop
 from test_train_loop import FAST, Killed, equal, kill_after, logged, weights, write_edges
 
 from conftest import MakeWorkspace, flat_colour, png, write_embeddings
-from fnpipe.mining.members import members_of
+from fnpipe.mining.data.train_pairs import members_of
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train import falcon_batches
-from fnpipe.train.config import TrainConfig
-from fnpipe.train.falcon import Chooser, Constant, Snapshot
-from fnpipe.train.falcon_batches import EmbeddingCache, EpochConstruction, FalconBatches, FalconSource
-from fnpipe.train.loop import train
-from fnpipe.train.runs import load_run, starting_model
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.falcon import batches as falcon_batches
+from fnpipe.train.falcon.batches import EmbeddingCache, EpochConstruction, FalconBatches, FalconSource
+from fnpipe.train.falcon.policy import Chooser, Constant, Snapshot
+from fnpipe.train.learners.keys import TrainConfig
+from fnpipe.train.loop.session import train
+from fnpipe.train.runs.directory import load_run, starting_model
 
 IMAGES = 26
 
@@ -327,7 +327,7 @@ def test_batches_of_an_accumulated_step_are_each_rewarded_and_resume(workspace: 
 
 
 def test_a_loss_that_is_no_number_leaves_the_state_before_it(workspace: Workspace, monkeypatch: pytest.MonkeyPatch):
-    from fnpipe.train import step
+    from fnpipe.train.objectives import step
 
     real, calls = step.itc_loss, list[int]()
 
@@ -402,7 +402,7 @@ def test_with_several_embeddings_one_must_be_chosen(workspace: Workspace):
 def test_doubted_pairs_are_left_out(workspace: Workspace):
     import pyarrow as pa
 
-    from fnpipe.pipeline import atomic
+    from fnpipe.pipeline.files import atomic
 
     write_edges(workspace, [(0, 2, 0.9)])
     stage = workspace.stage("edges/made")
@@ -439,10 +439,10 @@ def test_processes_agree_on_the_batches_and_the_policy(workspace: Workspace):
 @pytest.mark.slow
 def test_hardness_lies_in_the_last_part_of_the_plain_quantile():
     """Share of true ones among the hardest in-batch negatives, by quantile, on the shipped encoder's embeddings."""
-    from fnpipe.pipeline.scenes import draw
-    from fnpipe.train.building import load_model
-    from fnpipe.train.falcon import construct, pair_similarities
-    from fnpipe.train.runs import SHIPPED
+    from fnpipe.pipeline.scenes.dataset import draw
+    from fnpipe.train.falcon.policy import construct, pair_similarities
+    from fnpipe.train.model.build import load_model
+    from fnpipe.train.runs.directory import SHIPPED
 
     count, batch = 4096, 64
     scenes, model = draw(count, 5), load_model(SHIPPED["demo"])

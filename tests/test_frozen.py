@@ -16,24 +16,24 @@ from test_train_loop import write_edges, write_plan
 
 from conftest import MakeWorkspace, write_embeddings
 from fnpipe.cli.app import run as run_cli
-from fnpipe.mining.edges import read_edges
-from fnpipe.mining.grouping import GroupConfig, group
-from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.mining.edges.reader import read_edges
+from fnpipe.mining.plans.stage import GroupConfig, group
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.adapted import embed_adapted
-from fnpipe.train.adapter import AdapterNet
-from fnpipe.train.checkpoints import STATE
-from fnpipe.train.evaluate import evaluate_embeddings, read_queries
-from fnpipe.train.frozen import train_frozen
-from fnpipe.train.frozen_config import FROZEN_METHODS, AdapterConfig, VacsrConfig
-from fnpipe.train.frozen_evaluate import evaluate_frozen_run, frozen_scores
-from fnpipe.train.frozen_runs import load_frozen_run
-from fnpipe.train.log import read_metrics
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.evaluation.on_embeddings import evaluate_frozen_run, frozen_scores
+from fnpipe.train.evaluation.retrieval import evaluate_embeddings, read_queries
+from fnpipe.train.judges.adapter import embed_adapted
+from fnpipe.train.judges.vacsr import VacsrDiscriminator, load_vacsr
+from fnpipe.train.learners.embedding_keys import FROZEN_METHODS, AdapterConfig, VacsrConfig
+from fnpipe.train.learners.embeddings import train_frozen
 from fnpipe.train.methods import read_values
-from fnpipe.train.runs import read_run_config
-from fnpipe.train.vacsr import VacsrNet
-from fnpipe.train.vacsr_con_d import VacsrDiscriminator, load_vacsr
+from fnpipe.train.model.frozen_files import load_frozen_run
+from fnpipe.train.objectives.adapter import AdapterNet
+from fnpipe.train.objectives.vacsr import VacsrNet
+from fnpipe.train.runs.directory import read_run_config
+from fnpipe.train.runs.log import read_metrics
+from fnpipe.train.runs.state import STATE
 
 WIDTH = 8
 FAST: dict[str, Any] = {"epochs": 2, "batch_size": 8, "tensorboard": False}
@@ -329,7 +329,7 @@ def test_scores_that_are_not_kept_are_those_that_are(workspace: Workspace, monke
     images, texts = (part.astype(np.float32) for part in arrays(40, seed=3))
     images[5] = images[6]
     kept = [scores(3, 17) for scores in frozen_scores(net, images, texts)]
-    monkeypatch.setattr("fnpipe.train.frozen_evaluate.BLOCK_ELEMENTS", 10)
+    monkeypatch.setattr("fnpipe.train.evaluation.on_embeddings.BLOCK_ELEMENTS", 10)
     for one, other in zip(kept, (scores(3, 17) for scores in frozen_scores(net, images, texts)), strict=True):
         torch.testing.assert_close(one, other)
 
@@ -416,7 +416,7 @@ def test_an_adapter_embeds_what_it_makes_of_the_frozen_embeddings(
 
 
 def test_adapted_embeddings_are_stale_when_their_source_is_made_anew(workspace: Workspace):
-    from fnpipe.pipeline.embed import EmbedConfig
+    from fnpipe.pipeline.embed.stage import EmbedConfig
 
     trained(workspace, "a", method="adapter")
     embed_adapted(workspace, "run:a", EmbedConfig(name="turned"))

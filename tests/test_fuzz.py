@@ -16,13 +16,13 @@ import pytest
 
 from conftest import MakeWorkspace
 from fnpipe.cli.app import run
-from fnpipe.mining.edges import EDGES_SCHEMA, EdgeLookup
-from fnpipe.mining.truth import Truth
+from fnpipe.mining.data.truth import Truth
+from fnpipe.mining.edges.reader import EDGES_SCHEMA, EdgeLookup
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.sources.opening import READERS, open_sources
+from fnpipe.pipeline.files.tars import read_members
+from fnpipe.pipeline.sources.open import READERS, open_sources
 from fnpipe.pipeline.sources.rows import RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Tools
-from fnpipe.pipeline.tars import read_members
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "fuzz.py"
 

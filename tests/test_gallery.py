@@ -13,14 +13,14 @@ import pytest
 
 from browser import browse, find_browser
 from conftest import MakeWorkspace
-from fnpipe.mining.edges import EDGES_SCHEMA, LABELS, SOURCES, label_candidates, named
-from fnpipe.mining.gallery import embeddable, render_page, write_gallery
-from fnpipe.mining.labels import finish_edges
-from fnpipe.mining.truth import Truth
-from fnpipe.pipeline import atomic
+from fnpipe.mining.data.truth import Truth
+from fnpipe.mining.edges.reader import EDGES_SCHEMA, LABELS, SOURCES, label_candidates, named
+from fnpipe.mining.edges.relabel import finish_edges
+from fnpipe.mining.views.gallery import embeddable, render_page, write_gallery
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.stage import Stage
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.workspace.record import Stage
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 NASTY = "<script>alert(1)</script>"
 WORSE = "</script><img src=x onerror=alert(2)><!-- \u2028 'quoted' & \"more\""

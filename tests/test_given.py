@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from fnpipe.cli import commands  # noqa: F401  registers every command
+from fnpipe.cli import main as commands  # noqa: F401  registers every command
 from fnpipe.cli.app import app, run
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
@@ -82,7 +82,7 @@ def test_what_is_refused_and_every_help_come_without_torch():
     program = """
 import sys, time
 from fnpipe.cli.app import run
-from fnpipe.cli import commands
+from fnpipe.cli import main as commands
 import typer
 from fnpipe.cli.app import app
 for name in typer.main.get_command(app).commands:

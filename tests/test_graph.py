@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
-from fnpipe.mining import device_search
-from fnpipe.mining.device_search import DeviceRows
-from fnpipe.mining.exact import exact_nearest
-from fnpipe.mining.graph import Graph, GraphConfig, build_graph
-from fnpipe.mining.recall import share_found
-from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.mining.graph import on_device as device_search
+from fnpipe.mining.graph.exact import exact_nearest
+from fnpipe.mining.graph.on_device import DeviceRows
+from fnpipe.mining.graph.recall import share_found
+from fnpipe.mining.graph.stage import Graph, GraphConfig, build_graph
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 
 def normalised(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -94,8 +94,8 @@ def test_tiles_and_out_of_memory_on_the_device_change_no_list(monkeypatch: pytes
 
 
 def test_faiss_gpus_are_asked_for_before_anything_is_put_on_them(monkeypatch: pytest.MonkeyPatch):
-    from fnpipe.mining.blas import load_faiss
-    from fnpipe.mining.indexes import empty_index, on_gpus
+    from fnpipe.mining.graph.blas import load_faiss
+    from fnpipe.mining.graph.index import empty_index, on_gpus
 
     faiss = load_faiss()
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0, raising=False)
@@ -108,8 +108,8 @@ def test_a_string_for_faiss_goes_to_its_gpus_for_training_filling_and_search(
     uneven: Workspace, monkeypatch: pytest.MonkeyPatch
 ):
     # Where there is no GPU, a stand-in: an index is put on it by being given back.
-    from fnpipe.mining import graph
-    from fnpipe.mining.blas import load_faiss
+    from fnpipe.mining.graph import stage as graph
+    from fnpipe.mining.graph.blas import load_faiss
 
     faiss, moved = load_faiss(), []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -206,7 +206,7 @@ def test_a_finished_graph_is_left_alone_and_other_parameters_are_refused(uneven:
 
 
 def test_a_killed_search_goes_on_with_its_blocks_and_ends_in_the_same_bytes(uneven: Workspace, monkeypatch):
-    from fnpipe.mining import searches
+    from fnpipe.mining.graph import search as searches
 
     monkeypatch.setattr(searches, "EXACT_BLOCK", 4)
     build_graph(uneven, GraphConfig(k=3))
@@ -267,7 +267,7 @@ def test_the_share_found_does_not_depend_on_how_many_rows_are_compared_at_a_time
     rng = np.random.default_rng(0)
     ids, true_ids = rng.integers(-1, 9, (50, 6)), rng.integers(-1, 9, (50, 4))
     whole = share_found(ids, true_ids)
-    monkeypatch.setattr("fnpipe.mining.recall._COMPARED", 100)
+    monkeypatch.setattr("fnpipe.mining.graph.recall._COMPARED", 100)
     assert share_found(ids, true_ids) == whole
     wanted = [(t, row) for row, true in zip(ids, true_ids, strict=True) for t in true if t >= 0]
     assert whole == pytest.approx(sum(t in row for t, row in wanted) / len(wanted))
@@ -277,7 +277,7 @@ def test_the_share_found_does_not_depend_on_how_many_rows_are_compared_at_a_time
 def test_a_search_that_does_not_fit_into_memory_is_refused_before_it_begins(
     make_workspace: MakeWorkspace, monkeypatch: pytest.MonkeyPatch, index: str, way_out: str
 ):
-    from fnpipe.mining import graph
+    from fnpipe.mining.graph import stage as graph
 
     rng = np.random.default_rng(0)
     workspace = make_workspace(12, embeddings=(normalised(rng, 12, 4), normalised(rng, 12, 4)))

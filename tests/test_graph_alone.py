@@ -7,10 +7,10 @@ import pytest
 from test_connections import TableDiscriminator, stable_p
 
 from conftest import MakeWorkspace
-from fnpipe.mining.connections import MineConfig, mine_connections
-from fnpipe.mining.edges import read_edges
-from fnpipe.mining.forecast import plan_mining
-from fnpipe.mining.graph import GraphConfig, build_graph
+from fnpipe.mining.connections.forecast import plan_mining
+from fnpipe.mining.connections.stage import MineConfig, mine_connections
+from fnpipe.mining.edges.reader import read_edges
+from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.pipeline.errors import InputError
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from conftest import MakeWorkspace
-from fnpipe.mining.graph import Graph, GraphConfig, build_graph
-from fnpipe.pipeline.encoding import unit_rows
+from fnpipe.mining.graph.stage import Graph, GraphConfig, build_graph
+from fnpipe.pipeline.embed.compute import unit_rows
 
 CASES = Path(__file__).parent / "cases" / "embeddings"
 

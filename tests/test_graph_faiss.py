@@ -13,17 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
-from fnpipe.mining import indexes
-from fnpipe.mining.bfloat16 import empty_short_lists, padded, push_bits, rerank, to_bfloat16
-from fnpipe.mining.graph import Graph, GraphConfig, build_graph
-from fnpipe.mining.indexes import cell_count, empty_index, make_indexes, open_index
-from fnpipe.mining.recall import share_found
-from fnpipe.mining.scan import InvertedLists, scan_lists
-from fnpipe.mining.sides import Side
-from fnpipe.pipeline.embeddings import Embeddings, Rows
+from fnpipe.mining.graph import index as indexes
+from fnpipe.mining.graph.directions import Side
+from fnpipe.mining.graph.index import cell_count, empty_index, make_indexes, open_index
+from fnpipe.mining.graph.recall import share_found
+from fnpipe.mining.graph.scan import InvertedLists, scan_lists
+from fnpipe.mining.graph.stage import Graph, GraphConfig, build_graph
+from fnpipe.mining.graph.top_k_bf16 import empty_short_lists, padded, push_bits, rerank, to_bfloat16
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.threads import torch_threads
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.machine.threads import torch_threads
+from fnpipe.pipeline.workspace.embeddings import Embeddings, Rows
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 
 def topics(rng: np.random.Generator, n: int, d: int = 32) -> tuple[np.ndarray, np.ndarray]:
@@ -257,7 +257,9 @@ def test_candidates_in_several_indexes_are_found_as_in_one(
 
 @pytest.mark.parametrize("index", ["ivf", "IVF16,SQfp16"])
 def test_a_graph_is_the_same_after_a_kill_and_its_index_is_made_once(large: Workspace, monkeypatch, index: str):
-    from fnpipe.mining import blocks, graph, searches
+    from fnpipe.mining.graph import blocks
+    from fnpipe.mining.graph import search as searches
+    from fnpipe.mining.graph import stage as graph
 
     for name in ("IVF_BLOCK_LEAST", "IVF_BLOCK_MOST", "EXACT_BLOCK"):
         monkeypatch.setattr(searches, name, 100)
@@ -283,7 +285,7 @@ def test_a_graph_is_the_same_after_a_kill_and_its_index_is_made_once(large: Work
 
 
 def test_a_graph_is_the_same_for_one_thread_and_two(large: Workspace, monkeypatch: pytest.MonkeyPatch):
-    from fnpipe.mining import searches
+    from fnpipe.mining.graph import search as searches
 
     for name in ("IVF_BLOCK_LEAST", "IVF_BLOCK_MOST", "EXACT_BLOCK"):
         monkeypatch.setattr(searches, name, 100)

@@ -13,9 +13,10 @@ from test_graph_faiss import topics
 
 from conftest import MakeWorkspace
 from fnpipe.cli.app import run
-from fnpipe.mining import graph, searches
-from fnpipe.mining.graph import GraphConfig, build_graph
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.mining.graph import search as searches
+from fnpipe.mining.graph import stage as graph
+from fnpipe.mining.graph.stage import GraphConfig, build_graph
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray", reason="Ray is an extra")

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from conftest import MakeWorkspace
-from fnpipe.mining.graph import GraphConfig, build_graph
-from fnpipe.mining.grouping import (
+from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.graph.stage import GraphConfig, build_graph
+from fnpipe.mining.plans.stage import (
     PLAN_SCHEMA,
     GroupConfig,
     grit_order,
@@ -18,10 +19,9 @@ from fnpipe.mining.grouping import (
     plan_epochs,
     read_plan,
 )
-from fnpipe.mining.members import read_members
-from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_search_spaces_do_not_mix(clustered):
 
 def test_how_many_rows_are_read_at_a_time_changes_no_plan(clustered, monkeypatch):
     whole = plan_of(clustered, batch_size=6, search_space=12)
-    monkeypatch.setattr("fnpipe.mining.grouping._READ_ROWS", 12)
+    monkeypatch.setattr("fnpipe.mining.plans.stage._READ_ROWS", 12)
     assert plan_of(clustered, batch_size=6, search_space=12, name="in-parts").equals(whole)
 
 
@@ -192,7 +192,7 @@ def test_a_search_space_that_is_no_multiple_of_the_batch_names_the_two_nearest(s
 
 
 def test_a_search_space_that_does_not_fit_into_memory_is_refused(clustered, monkeypatch):
-    from fnpipe.mining import grouping
+    from fnpipe.mining.plans import stage as grouping
 
     monkeypatch.setattr(grouping, "total_memory", lambda: 2 * 4 * 47**2)
     with pytest.raises(InputError, match="or all, which walks"):
@@ -206,8 +206,8 @@ def test_batches_of_one_pair_are_refused():
 
 
 def test_a_walk_that_does_not_fit_into_memory_is_refused(clustered, monkeypatch):
-    from fnpipe.mining import grouping
-    from fnpipe.mining.walk import walk_bytes
+    from fnpipe.mining.plans import stage as grouping
+    from fnpipe.mining.plans.graph_walk import walk_bytes
 
     build_graph(clustered, GraphConfig(k=5))
     config = GroupConfig(batch_size=6, search_space="all")

@@ -15,16 +15,16 @@ import pytest
 from PIL import Image
 from test_shard_sources import captions_of
 
-from fnpipe.pipeline.decode import BadImage, decode_rgb, inspect_image
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.sources import files
+from fnpipe.pipeline.files import text as files
+from fnpipe.pipeline.images.decode import BadImage, decode_rgb, inspect_image
 
 CASES = Path(__file__).parent / "cases2"
 SIDE = 20_000
 # Runs in a process of its own, whose memory nobody else has used: prints the reason, and the MiB taken.
 MEASURE = """
 import resource, sys
-from fnpipe.pipeline.decode import BadImage, decode_rgb, inspect_image
+from fnpipe.pipeline.images.decode import BadImage, decode_rgb, inspect_image
 data = open(sys.argv[1], "rb").read()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 reasons = set()

@@ -15,9 +15,9 @@ from test_splits import pictures_of, shard_pairs, splits_of, write_parquet
 
 from conftest import flat_colour, png
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.shard import ShardConfig, shard
+from fnpipe.pipeline.shard.stage import ShardConfig, shard
 from fnpipe.pipeline.sources import parquet
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 
 def captions_by_split(root: Path) -> dict[str, list[str]]:
@@ -205,7 +205,7 @@ def test_rows_of_uneven_sizes_are_read_one_by_one_where_together_they_are_too_mu
 def test_a_sharding_that_goes_on_reads_the_revision_that_it_began_with(monkeypatch: pytest.MonkeyPatch):
     import huggingface_hub
 
-    from fnpipe.pipeline.shard import _pin
+    from fnpipe.pipeline.shard.stage import _pin
     from fnpipe.pipeline.sources.source import Source
 
     class Hub:

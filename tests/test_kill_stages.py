@@ -16,9 +16,9 @@ import torch
 
 from conftest import MakePairs
 from fnpipe.cli.app import run
-from fnpipe.pipeline import atomic
-from fnpipe.train import checkpoints
-from fnpipe.train.tensorfile import write_state
+from fnpipe.pipeline.files import atomic
+from fnpipe.train.model.tensorfile import write_state
+from fnpipe.train.runs import state as checkpoints
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -82,7 +82,7 @@ def test_a_file_that_only_the_program_asked_for_is_no_fault_of_the_flags(
     def forgotten(*_: object) -> None:
         (tmp_path / "ws" / "never-written").read_bytes()
 
-    monkeypatch.setattr("fnpipe.pipeline.shard.total_tally", forgotten)
+    monkeypatch.setattr("fnpipe.pipeline.shard.stage.total_tally", forgotten)
     assert run(["shard", str(make_pairs(3)), str(tmp_path / "ws"), "--workers", "1"]) == 1
     assert "never-written: No such file or directory (FileNotFoundError in fnpipe." in capsys.readouterr().err
 

@@ -18,15 +18,15 @@ import pytest
 
 from conftest import MakePairs, MakeWorkspace
 from fnpipe.cli.app import run
-from fnpipe.pipeline import lock
-from fnpipe.pipeline.claim import alone
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files import lock
 from fnpipe.pipeline.made_by import MADE_BY
+from fnpipe.pipeline.shard.resume import alone
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from fnpipe.pipeline import lock
+from fnpipe.pipeline.files import lock
 with lock.beside(Path(sys.argv[1]), "fnpipe embed"):
     print("held", flush=True)
     time.sleep(60)

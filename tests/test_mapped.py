@@ -15,7 +15,7 @@ SCRIPT = """
 import resource, sys
 from pathlib import Path
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.mapped import map_arrays
+from fnpipe.pipeline.files.arrays import map_arrays
 
 soft, hard = map(int, sys.argv[2:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from fnpipe.train.masking import IGNORED, mask_tokens
-from fnpipe.train.tokenizer import open_clip_tokenizer, tiny_tokenizer
+from fnpipe.train.model.tokenizer import open_clip_tokenizer, tiny_tokenizer
+from fnpipe.train.objectives.masking import IGNORED, mask_tokens
 
 CAPTIONS = ["a small red circle at top", "two dogs!", "", "日本 🙂", "blue box " * 40]
 

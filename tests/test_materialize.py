@@ -14,11 +14,11 @@ from PIL import Image
 
 from conftest import MakeWorkspace, flat_colour
 from fnpipe.cli.app import run
-from fnpipe.mining import materialize as module
-from fnpipe.mining.grouping import GroupConfig, group, read_plan
-from fnpipe.mining.materialize import materialize
+from fnpipe.mining.plans import materialize as module
+from fnpipe.mining.plans.materialize import materialize
+from fnpipe.mining.plans.stage import GroupConfig, group, read_plan
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.stream import MaterializedPictures
+from fnpipe.train.data.stream import MaterializedPictures
 
 
 def samples_of(directory):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fnpipe.pipeline.memory import total_memory
+from fnpipe.pipeline.machine.memory import total_memory
 
 MACHINE = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 

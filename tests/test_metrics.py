@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnpipe.train import metrics
-from fnpipe.train.metrics import (
+from fnpipe.train.evaluation import metrics
+from fnpipe.train.evaluation.metrics import (
     Positives,
     cosine_scores,
     precision_at_r,

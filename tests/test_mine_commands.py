@@ -11,11 +11,11 @@ import pytest
 
 from conftest import MakeWorkspace
 from fnpipe.cli.app import run
-from fnpipe.mining.connections import MineConfig, mine_connections
-from fnpipe.mining.edges import read_edges
-from fnpipe.mining.grouping import GroupConfig, group
-from fnpipe.pipeline.embeddings import Embeddings
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.mining.connections.stage import MineConfig, mine_connections
+from fnpipe.mining.edges.reader import read_edges
+from fnpipe.mining.plans.stage import GroupConfig, group
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 
 def build(make_workspace: MakeWorkspace) -> Workspace:
@@ -210,9 +210,9 @@ def test_the_graph_alone_proposes_the_nearest_unrecorded(make_workspace: MakeWor
 def test_a_trained_matching_head_judges_alike_in_any_block(make_workspace: MakeWorkspace):
     import torch
 
-    from fnpipe.train.building import build_model
-    from fnpipe.train.con_d import ItmDiscriminator
-    from fnpipe.train.model import ModelConfig
+    from fnpipe.train.judges.itm import ItmDiscriminator
+    from fnpipe.train.model.build import build_model
+    from fnpipe.train.model.model import ModelConfig
 
     torch.manual_seed(0)
     con_d = ItmDiscriminator(build_model(ModelConfig()), encode_batch=5, fuse_batch=7)

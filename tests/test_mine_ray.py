@@ -8,7 +8,7 @@ import pytest
 from test_connections import TableDiscriminator, build, parts_of, stable_p
 
 from conftest import MakeWorkspace
-from fnpipe.mining.connections import MineConfig, mine_connections
+from fnpipe.mining.connections.stage import MineConfig, mine_connections
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("ray", reason="Ray is an extra")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train import tiny
-from fnpipe.train.building import _preprocess, build_model, load_model, save_model
-from fnpipe.train.model import ModelConfig, VLModel
+from fnpipe.train.model import tiny
+from fnpipe.train.model.build import _preprocess, build_model, load_model, save_model
+from fnpipe.train.model.model import ModelConfig, VLModel
 
 CAPTIONS = ["a small red circle", "two big blue squares at the top of a grey scene", "", "日本"]
 

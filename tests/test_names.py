@@ -15,10 +15,10 @@ from test_shard_sources import captions_of
 
 from conftest import png
 from fnpipe.cli.app import run
-from fnpipe.pipeline import images
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.images import ImageReader, ImageRequest
-from fnpipe.pipeline.sources.files import expand_braces, natural
+from fnpipe.pipeline.files.text import expand_braces, natural
+from fnpipe.pipeline.images import reader as images
+from fnpipe.pipeline.images.reader import ImageReader, ImageRequest
 
 CASES = Path(__file__).parent / "cases2"
 NAME = "café_übung"

@@ -12,9 +12,9 @@ import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnpipe.mining.edges import AMBIGUOUS, NEGATIVE, POSITIVE, UNSCORED
+from fnpipe.mining.edges.reader import AMBIGUOUS, NEGATIVE, POSITIVE, UNSCORED
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.objectives import (
+from fnpipe.train.objectives.ecm import (
     PLAIN,
     EcmConfig,
     consistency_loss,

@@ -9,7 +9,7 @@ import time
 SLOWLY = """
 import datetime, os, socket, time
 import torch.distributed as dist
-from fnpipe.train.processes import processes
+from fnpipe.train.distributed import processes
 
 with socket.socket() as free:
     free.bind(("localhost", 0))

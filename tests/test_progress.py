@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fnpipe.pipeline.progress import PLAIN_LINE_SECONDS, lines_now_and_then
+from fnpipe.pipeline.machine.progress import PLAIN_LINE_SECONDS, lines_now_and_then
 
 
 def test_a_log_gets_a_line_now_and_then_and_always_the_last(

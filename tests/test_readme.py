@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import typer
 
-from fnpipe.cli import commands  # noqa: F401  registers every command
+from fnpipe.cli import main as commands  # noqa: F401  registers every command
 from fnpipe.cli.app import app
 
 README = Path(__file__).parent.parent / "README.md"

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace, flat_colour, png
-from fnpipe.mining.records import Identity, codes_of, combination_keys
+from fnpipe.mining.data.identity import Identity, codes_of, combination_keys
 
 ONE_FIXTURE = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnpipe.mining.regions import PAD, grow_regions
+from fnpipe.mining.plans.regions import PAD, grow_regions
 
 
 def lists_of(rng: np.random.Generator, n: int, k: int) -> np.ndarray:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from conftest import png
 from fnpipe.cli.app import run
-from fnpipe.pipeline import repeats
-from fnpipe.pipeline.repeats import large_groups
+from fnpipe.pipeline.shard import repeats
+from fnpipe.pipeline.shard.repeats import large_groups
 
 PAIRS, COPIES = 4000, 250
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from browser import browse, find_browser
 from conftest import MakeWorkspace
 from fnpipe.cli.app import run as run_cli
-from fnpipe.train.chart import Curve, line_chart, ticks
-from fnpipe.train.loop import train
-from fnpipe.train.report import Series, read_report, summarise, thinned
-from fnpipe.train.report_page import render_report, write_report
+from fnpipe.train.loop.session import train
+from fnpipe.train.reports.chart import Curve, line_chart, ticks
+from fnpipe.train.reports.page import render_report, write_report
+from fnpipe.train.reports.report import Series, read_report, summarise, thinned
 
 NASTY = '</title><script>alert("x")</script>&amp;\'" <b>'
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from fnpipe.pipeline.scene_graphs import BACKGROUNDS, COLOURS, FOREIGN, SHAPES
-from fnpipe.pipeline.scene_pictures import render
-from fnpipe.pipeline.scenes import Scenes, draw, write_scenes
+from fnpipe.pipeline.scenes.dataset import Scenes, draw, write_scenes
+from fnpipe.pipeline.scenes.graphs import BACKGROUNDS, COLOURS, FOREIGN, SHAPES
+from fnpipe.pipeline.scenes.pictures import render
 
 # The captions' words, written down again: what each stands for.
 COLOUR_OF = {

@@ -26,14 +26,15 @@ from PIL import Image
 
 from conftest import MakePairs, flat_colour, png
 from fnpipe.cli.app import run
-from fnpipe.pipeline import finishing, parts
-from fnpipe.pipeline.decode import decode_rgb
-from fnpipe.pipeline.digests import digest_files
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.shard import ShardConfig, shard
-from fnpipe.pipeline.status import status
-from fnpipe.pipeline.storage import read_ranges
-from fnpipe.pipeline.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
+from fnpipe.pipeline.files.digests import digest_files
+from fnpipe.pipeline.files.ranges import read_ranges
+from fnpipe.pipeline.images.decode import decode_rgb
+from fnpipe.pipeline.shard import assign_ids as finishing
+from fnpipe.pipeline.shard import write_shard as parts
+from fnpipe.pipeline.shard.stage import ShardConfig, shard
+from fnpipe.pipeline.workspace.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
+from fnpipe.train.status import status
 
 Shard = Callable[..., Workspace]
 
@@ -134,7 +135,7 @@ def test_rows_of_one_file_are_one_image_and_a_repeated_row_is_set_aside(tmp_path
 
 
 def test_an_image_with_many_captions_costs_batches_and_not_rows(tmp_path: Path, shard_to: Shard, monkeypatch):
-    monkeypatch.setattr("fnpipe.pipeline.packing.BATCH_ROWS", 7)
+    monkeypatch.setattr("fnpipe.pipeline.files.tables.BATCH_ROWS", 7)
     (tmp_path / "a.png").write_bytes(png((1, 2, 3)))
     rows = [{"image": "a.png", "caption": f"caption {i}"} for i in range(100)]
     (tmp_path / "pairs.json").write_text(json.dumps(rows))
@@ -489,7 +490,7 @@ def test_a_folder_with_other_things_in_it_is_no_workspace(make_pairs: MakePairs,
 def test_leftovers_of_a_killed_run_are_swept(make_pairs: MakePairs, shard_to: Shard, tmp_path: Path, monkeypatch):
     source = make_pairs(4)
     monkeypatch.setattr(finishing, "write_tables", None)
-    monkeypatch.setattr("fnpipe.pipeline.shard.write_tables", None)
+    monkeypatch.setattr("fnpipe.pipeline.shard.stage.write_tables", None)
     with pytest.raises(TypeError):
         shard_to("workspace", source)
     (tmp_path / "workspace" / "shards" / ".tmp-half.tar").write_bytes(b"half")
@@ -559,7 +560,7 @@ def test_a_second_run_beside_a_first_is_turned_away(make_pairs: MakePairs, shard
         seen.append(arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr("fnpipe.pipeline.shard.write_tables", second)
+        patch.setattr("fnpipe.pipeline.shard.stage.write_tables", second)
         with pytest.raises(AttributeError):
             shard_to("workspace", source)
     assert seen
@@ -658,7 +659,7 @@ def test_status_of_every_state_names_the_next_command(make_pairs: MakePairs, tmp
     source = make_pairs(12)
     config = ShardConfig(workers=1, images_per_shard=5, holdout=2, follow_links=True)
     with monkeypatch.context() as patch:
-        patch.setattr("fnpipe.pipeline.shard.write_tables", None)
+        patch.setattr("fnpipe.pipeline.shard.stage.write_tables", None)
         with pytest.raises(TypeError):
             shard([str(source)], str(workspace), config)
     unfinished = status(str(workspace))
@@ -811,7 +812,7 @@ def test_a_user_s_mistake_is_one_line_and_exit_code_2(words: list[str], capsys, 
 
 def test_one_part_says_what_became_of_each_of_its_rows(make_pairs: MakePairs, tmp_path: Path, monkeypatch):
     source = make_pairs(3)
-    monkeypatch.setattr("fnpipe.pipeline.shard.write_tables", None)
+    monkeypatch.setattr("fnpipe.pipeline.shard.stage.write_tables", None)
     with pytest.raises(TypeError):
         shard([str(source)], str(tmp_path / "workspace"), ShardConfig(workers=1))
     tally = parts.read_tally(tmp_path / "workspace" / "parts", 0)

@@ -18,20 +18,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import flat_colour, png
-from fnpipe.pipeline.captions import clean_caption
-from fnpipe.pipeline.decode import BadImage, decode_rgb
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.images import ImageReader, ImageRequest
-from fnpipe.pipeline.order import held_out, image_groups, seeded_order, shard_rows
-from fnpipe.pipeline.sources import jsonstream
-from fnpipe.pipeline.sources.files import expand_braces
-from fnpipe.pipeline.sources.jsonstream import JsonStream
-from fnpipe.pipeline.sources.opening import open_sources, source_names
+from fnpipe.pipeline.files.tar_writer import TarWriter
+from fnpipe.pipeline.files.text import expand_braces
+from fnpipe.pipeline.images.decode import BadImage, decode_rgb
+from fnpipe.pipeline.images.reader import ImageReader, ImageRequest
+from fnpipe.pipeline.shard.order import held_out, image_groups, seeded_order, shard_rows
+from fnpipe.pipeline.sources import json_stream as jsonstream
+from fnpipe.pipeline.sources.captions import clean_caption
+from fnpipe.pipeline.sources.json_stream import JsonStream
+from fnpipe.pipeline.sources.open import open_sources, source_names
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
-from fnpipe.pipeline.sources.samples import index_tar
 from fnpipe.pipeline.sources.source import ReadOptions, Tools
 from fnpipe.pipeline.sources.splits import rows_of_split
-from fnpipe.pipeline.tar_writer import TarWriter
+from fnpipe.pipeline.sources.tar_samples import index_tar
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -42,7 +42,7 @@ JSON_VALUES = st.recursive(
 
 def read_rows(path: Path, form: str = "auto", **options: object) -> list[dict[str, object]]:
     """The rows that a source's own reader makes of it."""
-    from fnpipe.pipeline.sources.opening import READERS
+    from fnpipe.pipeline.sources.open import READERS
 
     (source,) = open_sources([str(path)], form)
     rows = RowBuilder(0)
@@ -132,7 +132,7 @@ def test_json_is_read_whether_packed_or_not(tmp_path: Path):
 
 
 def test_packed_json_that_is_cut_off_is_refused(tmp_path: Path):
-    from fnpipe.pipeline.shard import ShardConfig, shard
+    from fnpipe.pipeline.shard.stage import ShardConfig, shard
 
     rows = [{"image": f"{i}.png", "caption": "one"} for i in range(5000)]
     (tmp_path / "cut.json.gz").write_bytes(gzip.compress(json.dumps(rows).encode())[:-200])
@@ -531,7 +531,7 @@ def test_transparency_is_laid_over_white():
 def test_a_jpeg_cut_anywhere_in_its_pixels_is_refused_by_the_check_and_by_decoding():
     from PIL import Image
 
-    from fnpipe.pipeline.decode import inspect_image
+    from fnpipe.pipeline.images.decode import inspect_image
 
     generator = np.random.default_rng(0)
     out = io.BytesIO()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
 from fnpipe.cli.app import run
-from fnpipe.pipeline.progress import progress
-from fnpipe.pipeline.shown import shown
+from fnpipe.pipeline.machine.progress import progress
+from fnpipe.pipeline.machine.shown import shown
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J red \x9b31m \u202egpj.exe\u2066 \x7f"
 COMMANDS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")

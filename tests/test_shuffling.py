@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from conftest import MakePairs
 from fnpipe.cli.app import run
-from fnpipe.mining.truth import Truth
-from fnpipe.pipeline import finishing
+from fnpipe.mining.data.truth import Truth
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.shard import ShardConfig, shard
-from fnpipe.pipeline.shuffling import SHUFFLED, SHUFFLED_SCHEMA, shuffle_captions
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.shard import assign_ids as finishing
+from fnpipe.pipeline.shard.stage import ShardConfig, shard
+from fnpipe.pipeline.shard.swap_captions import SHUFFLED, SHUFFLED_SCHEMA, shuffle_captions
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 
 def sharded(source: Path, workspace: Path, **options: object) -> Workspace:

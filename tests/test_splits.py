@@ -20,10 +20,10 @@ from test_shard_sources import tar_bytes
 
 from conftest import flat_colour, png
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.shard import ShardConfig, shard
+from fnpipe.pipeline.files.ranges import read_ranges
+from fnpipe.pipeline.shard.stage import ShardConfig, shard
 from fnpipe.pipeline.sources.splits import _PERHAPS, is_split, named_splits, split_of_value
-from fnpipe.pipeline.storage import read_ranges
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 CASES = Path(__file__).parent / "cases2"
 HELD_OUT = CASES / "01-held-out-becomes-train"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from test_shard_sources import captions_of
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.sources import files
+from fnpipe.pipeline.files import text as files
 
 CASES = Path(__file__).parent / "cases2"
 TWO_LINES = "A red house.\nIt has no door."

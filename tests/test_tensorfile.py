@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fnpipe.pipeline.encoders import require_room
+from fnpipe.pipeline.embed.open_clip import require_room
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.building import load_model
-from fnpipe.train.frozen_runs import load_frozen
-from fnpipe.train.tensorfile import write_tensors
+from fnpipe.train.model.build import load_model
+from fnpipe.train.model.frozen_files import load_frozen
+from fnpipe.train.model.tensorfile import write_tensors
 
 
 def write_model(path: Path, **settings: object) -> Path:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.tokenizer import SPECIAL_TOKENS, TINY_VOCABULARY, open_clip_tokenizer, tiny_tokenizer
+from fnpipe.train.model.tokenizer import SPECIAL_TOKENS, TINY_VOCABULARY, open_clip_tokenizer, tiny_tokenizer
 
 TINY = tiny_tokenizer(32)
 GRAMMAR = (

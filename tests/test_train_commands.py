@@ -11,7 +11,7 @@ import torch
 
 from conftest import MakeWorkspace
 from fnpipe.cli.app import run as run_cli
-from fnpipe.train.config import METHODS
+from fnpipe.train.learners.keys import METHODS
 from fnpipe.train.methods import describe_keys
 
 FAST = ["--epochs", "1", "--threads", "1", "--set", "batch_size=4", "--set", "tensorboard=false"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.config import TrainConfig, make_config, read_values, resolve
+from fnpipe.train.learners.keys import TrainConfig, make_config, read_values, resolve
 from fnpipe.train.methods import describe_keys
 
 

@@ -19,19 +19,17 @@ import pytest
 import torch
 
 from conftest import MakeWorkspace, flat_colour
-from fnpipe.mining.edges import EDGES_SCHEMA, LABELS, SOURCES, named
-from fnpipe.mining.grouping import PLAN_SCHEMA
-from fnpipe.mining.labels import finish_edges
-from fnpipe.pipeline import atomic
+from fnpipe.mining.edges.reader import EDGES_SCHEMA, LABELS, SOURCES, named
+from fnpipe.mining.edges.relabel import finish_edges
+from fnpipe.mining.plans.stage import PLAN_SCHEMA
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.batches import Batch
-from fnpipe.train.checkpoints import STATE
-from fnpipe.train.log import read_metrics
-from fnpipe.train.loop import train
-from fnpipe.train.objectives import PLAIN, ecm_decisions
-from fnpipe.train.runs import load_run, read_run_config, starting_model
-from fnpipe.train.step import (
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.data.batches import Batch
+from fnpipe.train.learners.pictures import compile_blocks
+from fnpipe.train.loop.session import train
+from fnpipe.train.objectives.ecm import PLAIN, ecm_decisions
+from fnpipe.train.objectives.step import (
     StepConfig,
     StepInput,
     TrainStep,
@@ -40,7 +38,9 @@ from fnpipe.train.step import (
     mask_generator,
     parameter_groups,
 )
-from fnpipe.train.training import compile_blocks
+from fnpipe.train.runs.directory import load_run, read_run_config, starting_model
+from fnpipe.train.runs.log import read_metrics
+from fnpipe.train.runs.state import STATE
 
 FAST: dict[str, Any] = {"epochs": 2, "evaluate_every": 0, "tensorboard": False, "threads": 1}
 
@@ -180,8 +180,8 @@ def test_sigterm_saves_and_stops_and_the_run_goes_on(mafa_workspace: Workspace):
 
 KILLED = """
 import json, os, signal, sys
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.loop import train
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.loop.session import train
 
 def after_step(step):
     if step == 8:
@@ -238,7 +238,7 @@ def test_a_damaged_state_is_named(mafa_workspace: Workspace):
 def test_a_loss_that_is_no_number_stops_with_the_pairs_and_keeps_the_state_before(
     mafa_workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ):
-    from fnpipe.train import step
+    from fnpipe.train.objectives import step
 
     real, calls = step.itc_loss, []
 
@@ -474,7 +474,7 @@ def test_compiled_blocks_compute_the_same_under_the_same_names(make_workspace: M
 def test_a_materialised_plan_trains_to_the_same_weights(
     mafa_workspace: Workspace, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ):
-    from fnpipe.mining import materialize
+    from fnpipe.mining.plans import materialize
 
     # Two batches of four to a shard.
     monkeypatch.setattr(materialize, "_SAMPLES_PER_SHARD", 8)
@@ -491,7 +491,7 @@ def test_a_materialised_plan_trains_to_the_same_weights(
 
 
 def test_a_stream_that_is_damaged_or_of_another_plan_is_refused(mafa_workspace: Workspace, tmp_path: Path):
-    from fnpipe.mining.materialize import materialize
+    from fnpipe.mining.plans.materialize import materialize
 
     values = {**MAFA, "materialized": str(tmp_path / "stream")}
     with pytest.raises(InputError, match=r"no plan\.json"):

@@ -13,11 +13,11 @@ from test_connections import TableDiscriminator, stable_p, write_plan
 
 from conftest import MakeWorkspace, flat_colour
 from fnpipe.cli.app import run as run_cli
-from fnpipe.mining.connections import MineConfig, mine_connections
-from fnpipe.mining.edges import NOT_MEASURED, EdgesInfo
-from fnpipe.mining.labels import relabel
-from fnpipe.mining.trust import trust_of
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.mining.connections.stage import MineConfig, mine_connections
+from fnpipe.mining.connections.trust import trust_of
+from fnpipe.mining.edges.reader import NOT_MEASURED, EdgesInfo
+from fnpipe.mining.edges.relabel import relabel
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 
 def test_the_figures_by_hand():

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
-from fnpipe.mining.truth import Truth
+from fnpipe.mining.data.truth import Truth
 from fnpipe.pipeline.errors import InputError
 
 ONE_FIXTURE = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

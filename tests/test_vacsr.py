@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnpipe.train.vacsr import (
+from fnpipe.train.objectives.vacsr import (
     VARIANCE_FLOOR,
     LossConfig,
     Noise,

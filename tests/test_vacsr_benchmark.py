@@ -15,8 +15,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 import vacsr as benchmark
 
 from conftest import MakeWorkspace
-from fnpipe.mining.truth import Truth
-from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.mining.data.truth import Truth
+from fnpipe.pipeline.workspace.embeddings import Embeddings
 
 
 def row(setting: str, name: str, seed: int | None = None, **figures: float) -> dict[str, Any]:

@@ -9,12 +9,12 @@ import torch
 
 from conftest import MakeWorkspace
 from fnpipe.cli.app import run as run_cli
-from fnpipe.mining.edges import read_edges
-from fnpipe.mining.grouping import GroupConfig, group
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.frozen_runs import beside, load_frozen_run
-from fnpipe.train.log import read_metrics
-from fnpipe.train.loop import train
+from fnpipe.mining.edges.reader import read_edges
+from fnpipe.mining.plans.stage import GroupConfig, group
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.loop.session import train
+from fnpipe.train.model.frozen_files import beside, load_frozen_run
+from fnpipe.train.runs.log import read_metrics
 
 FAST: dict[str, Any] = {"epochs": 2, "batch_size": 6, "evaluate_every": 0, "tensorboard": False, "threads": 1}
 

@@ -15,13 +15,13 @@ from PIL import Image
 
 from conftest import MakePairs, MakeWorkspace, write_embeddings
 from fnpipe.cli.app import run
-from fnpipe.mining.grouping import GroupConfig, group
-from fnpipe.pipeline import atomic
-from fnpipe.pipeline.parts import QUARANTINE_SCHEMA
-from fnpipe.pipeline.shard import ShardConfig, shard
-from fnpipe.pipeline.verify import verify
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.runs import checkpoint_digests
+from fnpipe.mining.plans.stage import GroupConfig, group
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.shard.stage import ShardConfig, shard
+from fnpipe.pipeline.shard.write_shard import QUARANTINE_SCHEMA
+from fnpipe.pipeline.workspace.verify import verify
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.runs.directory import checkpoint_digests
 
 
 @pytest.fixture

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
 from fnpipe.cli.app import run
-from fnpipe.mining.chain import grit_order
-from fnpipe.mining.conflicts import no_conflicts
-from fnpipe.mining.exact import exact_nearest
-from fnpipe.mining.graph import Graph, GraphConfig, build_graph
-from fnpipe.mining.members import read_members
-from fnpipe.mining.regions import PAD
-from fnpipe.mining.walk import BY_LIST, BY_RESTART, BY_SEARCH, Network, walk, walk_graph
-from fnpipe.pipeline.embeddings import Embeddings
+from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.graph.exact import exact_nearest
+from fnpipe.mining.graph.stage import Graph, GraphConfig, build_graph
+from fnpipe.mining.plans.chain import grit_order
+from fnpipe.mining.plans.conflicts import no_conflicts
+from fnpipe.mining.plans.graph_walk import BY_LIST, BY_RESTART, BY_SEARCH, Network, walk, walk_graph
+from fnpipe.mining.plans.regions import PAD
+from fnpipe.pipeline.workspace.embeddings import Embeddings
 
 
 def network_of(images: np.ndarray, texts: np.ndarray, k: int, region: int) -> Network:

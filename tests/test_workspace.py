@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from conftest import MakeWorkspace, write_embeddings
-from fnpipe.pipeline import atomic
-from fnpipe.pipeline.embeddings import Embeddings
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.stage import reading
-from fnpipe.pipeline.storage import read_ranges
-from fnpipe.pipeline.workspace import Workspace
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files.ranges import read_ranges
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.record import reading
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_temporary(tmp_path):
@@ -53,9 +53,9 @@ def test_pairs_come_in_pair_id_order_and_filter_by_split(make_workspace: MakeWor
 def test_every_stage_decodes_under_the_limit_that_the_pictures_were_kept_under(make_workspace: MakeWorkspace):
     from test_connections import TableDiscriminator, stable_p
 
-    from fnpipe.mining.gallery import thumbnail
-    from fnpipe.mining.judging import Judge
-    from fnpipe.train.pictures import Samples
+    from fnpipe.mining.connections.judge import Judge
+    from fnpipe.mining.views.gallery import thumbnail
+    from fnpipe.train.data.pictures import Samples
 
     root = make_workspace(3, images_per_shard=2, embeddings=(np.eye(3), np.eye(3))).root
     manifest = json.loads((root / "fnpipe.json").read_bytes())

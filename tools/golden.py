@@ -129,7 +129,7 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def _scenes(work: Path) -> None:
-    code = f"from fnpipe.pipeline.scenes import write_scenes; write_scenes('scenes', {SCENES}, 1)"
+    code = f"from fnpipe.pipeline.scenes.dataset import write_scenes; write_scenes('scenes', {SCENES}, 1)"
     subprocess.run([sys.executable, "-c", code], cwd=work, check=True)
 
 

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.packing import BATCH_ROWS, TablePacker
-from fnpipe.pipeline.sources.files import open_text, parent
+from fnpipe.pipeline.files.tables import BATCH_ROWS, TablePacker
+from fnpipe.pipeline.files.text import open_text, parent
 from fnpipe.pipeline.sources.json_rows import shown
-from fnpipe.pipeline.sources.jsonstream import JsonStream
+from fnpipe.pipeline.sources.json_stream import JsonStream
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
 from fnpipe.pipeline.sources.splits import split_of_file

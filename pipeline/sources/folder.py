@@ -10,7 +10,8 @@ import os
 from typing import Any
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.sources.files import composed, exists, join, open_binary, walk
+from fnpipe.pipeline.files.text import composed, exists, join, open_binary, walk
+from fnpipe.pipeline.sources.csv import read_table
 from fnpipe.pipeline.sources.json_rows import EntryReader, read_json_lines
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.source import (
@@ -22,7 +23,6 @@ from fnpipe.pipeline.sources.source import (
     Tools,
 )
 from fnpipe.pipeline.sources.splits import RowSplits, named_splits, split_of_folder
-from fnpipe.pipeline.sources.tables import read_table
 
 METADATA = ("metadata.jsonl", "metadata.csv", "captions.txt")
 SIDECARS = (".txt", ".caption", ".json")

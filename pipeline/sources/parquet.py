@@ -13,9 +13,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.sources.columns import (
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files.text import common_folder, is_directory, join, natural, open_binary, spool_name, walk
+from fnpipe.pipeline.sources.arrow_columns import (
     Place,
     Spool,
     add_columns,
@@ -24,7 +25,6 @@ from fnpipe.pipeline.sources.columns import (
     require_image_type,
     split_values,
 )
-from fnpipe.pipeline.sources.files import common_folder, is_directory, join, natural, open_binary, spool_name, walk
 from fnpipe.pipeline.sources.rows import WHOLE_FILE, RowBuilder
 from fnpipe.pipeline.sources.source import (
     CAPTION_FIELDS,

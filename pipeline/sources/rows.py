@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.packing import TablePacker
+from fnpipe.pipeline.files.tables import TablePacker
 
 # ``image`` is the path as in the source. Where ``file`` is WHOLE_FILE it leads to the bytes; otherwise they lie in the
 # source's file of that number, at ``offset``. A row with a ``reason`` is quarantined before any image is opened.

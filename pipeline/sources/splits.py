@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.sources.files import composed
+from fnpipe.pipeline.files.text import composed
 from fnpipe.pipeline.sources.source import Source
 
 SPLIT_COLUMN = "split"

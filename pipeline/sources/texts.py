@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.packing import BATCH_ROWS
+from fnpipe.pipeline.files.tables import BATCH_ROWS
 from fnpipe.pipeline.sources.rows import caption_texts
 
 ONE, LINES, JSON = "text", "lines", "json"

@@ -17,10 +17,10 @@ from typing import IO, Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.pipeline import atomic
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.packing import no_cycle_search
-from fnpipe.pipeline.sources.files import (
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files.tables import no_cycle_search
+from fnpipe.pipeline.files.text import (
     common_folder,
     join,
     natural,
@@ -32,9 +32,9 @@ from fnpipe.pipeline.sources.files import (
     walk,
 )
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
-from fnpipe.pipeline.sources.samples import Sample, TarIndex, index_tar
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
 from fnpipe.pipeline.sources.splits import member_splits, of_split
+from fnpipe.pipeline.sources.tar_samples import Sample, TarIndex, index_tar
 
 TAR_NAMES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _UNPACKERS: dict[bytes, Callable[[Any], Any]] = {

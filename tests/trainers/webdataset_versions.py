@@ -10,10 +10,10 @@ from pathlib import Path
 
 import webdataset as wds
 
-from fnpipe.mining.grouping import plan_epochs
-from fnpipe.mining.materialize import materialize
-from fnpipe.pipeline.workspace import Workspace
-from fnpipe.train.stream import MaterializedPictures
+from fnpipe.mining.plans.materialize import materialize
+from fnpipe.mining.plans.stage import plan_epochs
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.data.stream import MaterializedPictures
 
 
 def main(root: str, plan: str, out: str) -> None:

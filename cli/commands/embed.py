@@ -1,0 +1,193 @@
+"""``fnpipe embed``."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, app, emit
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.machine.shown import shown
+
+if TYPE_CHECKING:
+    from fnpipe.pipeline.embed.import_clip_retrieval import ImportSummary
+    from fnpipe.pipeline.embed.open_clip import Encoder
+    from fnpipe.pipeline.embed.stage import EmbedConfig, EmbedSummary
+    from fnpipe.pipeline.workspace.workspace import Workspace
+
+
+@app.command("embed")
+def embed_command(
+    workspace: WorkspaceArgument,
+    model: Annotated[
+        str | None, typer.Option(help="An open_clip name such as ViT-B-32, run:NAME (trained here), or demo.")
+    ] = None,
+    pretrained: Annotated[
+        str | None, typer.Option(metavar="TAG|FILE", help="The weights of an open_clip model: a tag, or a file.")
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="The directory under embeddings/. Default: clip; for run:NAME and demo their own name."),
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option(help="Pictures per batch; default 32 on a CPU, 512 on a GPU.")
+    ] = None,
+    precision: Annotated[
+        str, typer.Option(help="auto, fp32, bf16 or fp16; of run:NAME and demo auto is fp32.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="Threads the encoder computes with on a CPU.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="Processes that decode, 0: this one does; changes no byte.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="local, or ray.")] = "local",
+    ray_address: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="A running Ray cluster; without it a local one is started.")
+    ] = None,
+    import_: Annotated[
+        str | None, typer.Option("--import", metavar="DIR", help="Take over the vectors of a clip-retrieval folder.")
+    ] = None,
+    overwrite: OverwriteFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Embed every picture and caption.
+
+    A tower adapter (train --method adapter) turns the embeddings of the encoder that it was trained on, which the
+    workspace must hold.
+
+    Example: fnpipe embed work --model ViT-B-32 --pretrained laion2b_s34b_b79k --name clip
+    """
+    from fnpipe.pipeline.workspace.workspace import Workspace
+
+    opened = Workspace.open(workspace)
+    from fnpipe.pipeline.embed.on_ray import embed_on_ray
+    from fnpipe.pipeline.embed.stage import EmbedConfig, embed  # torch loads here
+
+    name = own_name(model) if name is None else name
+    config = EmbedConfig(name=name, batch_size=batch_size, threads=threads, workers=workers, overwrite=overwrite)
+    if import_ is not None:
+        useless = {"--model": model, "--pretrained": pretrained, "--ray-address": ray_address}
+        useless |= {"--engine": engine if engine != "local" else None}
+        useless |= {"--precision": precision if precision != "auto" else None}
+        _refuse(useless, "--import brings finished vectors")
+        _import(opened, import_, config, as_json)
+        return
+    if model is not None and _is_adapter(model, opened):
+        useless = {"--pretrained": pretrained, "--engine": engine if engine != "local" else None}
+        useless |= {"--precision": precision if precision not in ("auto", "fp32") else None}
+        _refuse(useless, f"--model {model} turns stored embeddings, in fp32 on this machine")
+        summary = _embed_adapted(opened, model, config, device)
+        emit(summary.as_json(), as_json, partial(_render, summary))
+        return
+    make_encoder = partial(load_encoder, _required(model), opened.root.absolute(), pretrained, device, precision)
+    if engine == "ray":
+        summary = embed_on_ray(
+            opened,
+            make_encoder,
+            config,
+            address=ray_address,
+            gpu=None if device == "auto" else device.startswith("cuda"),
+        )
+    else:
+        summary = embed(opened, make_encoder(), config)
+    emit(summary.as_json(), as_json, partial(_render, summary))
+
+
+def own_name(model: str | None) -> str:
+    """The name of the embeddings of ``--model``, where none is given."""
+    if model == "demo":
+        return model
+    kind, _, run = (model or "").partition(":")
+    return Path(run).stem if kind == "run" and Path(run).stem else "clip"
+
+
+def _refuse(useless: dict[str, str | None], why: str) -> None:
+    """Refuse flags that were given and would change nothing."""
+    given = [f"{flag} {value}" for flag, value in useless.items() if value is not None]
+    if given:
+        raise InputError(f"{why}; leave {' and '.join(given)} out")
+
+
+def _import(workspace: Workspace, directory: str, config: EmbedConfig, as_json: bool) -> None:
+    from fnpipe.pipeline.embed.import_clip_retrieval import import_embeddings
+
+    imported = import_embeddings(workspace, directory, config)
+    emit(imported.as_json(), as_json, partial(_render_import, imported))
+
+
+def _is_adapter(model: str, workspace: Workspace) -> bool:
+    if not model.startswith("run:"):
+        return False
+    from fnpipe.train.judges.adapter import is_adapter
+
+    return is_adapter(model, workspace)
+
+
+def _embed_adapted(workspace: Workspace, model: str, config: EmbedConfig, device: str) -> EmbedSummary:
+    from fnpipe.pipeline.machine.device import pick_device
+    from fnpipe.train.judges.adapter import embed_adapted
+
+    return embed_adapted(workspace, model, config, device=pick_device(device))
+
+
+def load_encoder(
+    model: str, workspace: Path, pretrained: str | None = None, device: str = "auto", precision: str = "auto"
+) -> Encoder:
+    """The encoder that a ``--model`` names: ``run:NAME`` of the workspace, ``demo``, or an open_clip model."""
+    from fnpipe.pipeline.embed.open_clip import load_open_clip
+    from fnpipe.pipeline.machine.device import pick_device
+
+    if model != "demo" and not model.startswith("run:"):
+        return load_open_clip(model, pretrained, device, precision)
+    if pretrained:
+        raise InputError(f"--model {model} brings its own weights; leave --pretrained {pretrained} out")
+    from fnpipe.pipeline.workspace.workspace import Workspace
+    from fnpipe.train.judges.encoder import load_encoder as load_own
+
+    return load_own(model, Workspace.open(workspace), pick_device(device), precision)
+
+
+def _required(model: str | None) -> str:
+    if model is None:
+        raise InputError(
+            "name a model: --model ViT-B-32 --pretrained TAG|FILE (open_clip), --model run:NAME or --model demo; "
+            "or take over vectors with --import DIR"
+        )
+    return model
+
+
+def _render(summary: EmbedSummary) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("embeddings", "images", "pairs", "width", "bad", "this run")
+    made = summary.shards - summary.shards_done_before
+    bad = ", ".join(f"{n:,} {reason}" for reason, n in summary.bad.items()) or "none"
+    table.add_row(
+        summary.name,
+        f"{summary.images:,}",
+        f"{summary.pairs:,}",
+        str(summary.width),
+        bad,
+        f"{made:,} of {summary.shards:,} shards in {summary.seconds:,.1f} s",
+    )
+    Console(markup=False).print(table)
+    for note in summary.notes:
+        print(shown(f"note: {note}"))
+
+
+def _render_import(summary: ImportSummary) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(markup=False)
+    table = Table("embeddings", "images", "pairs", "width", "bad", "rows of the folder", "unused")
+    bad = ", ".join(f"{n:,} {reason}" for reason, n in summary.bad.items()) or "none"
+    counts = (f"{summary.images:,}", f"{summary.pairs:,}", str(summary.width), bad, f"{summary.rows:,}")
+    table.add_row(summary.name, *counts, f"{summary.unused:,}")
+    console.print(table)
+    for example in summary.examples:
+        console.print(f"unused, no such pair in the workspace: {shown(example)}", markup=False, highlight=False)

@@ -1,0 +1,76 @@
+"""What a pass would judge, and how long it would take, before it judges anything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fnpipe.mining.connections.candidates import Candidates
+from fnpipe.mining.connections.inputs import MineConfig, MineInputs, count_new, of_shard, temporary_runs
+from fnpipe.mining.connections.judge import Judge
+from fnpipe.mining.discriminators.protocol import AnyDiscriminator
+from fnpipe.pipeline.machine.threads import torch_threads
+from fnpipe.pipeline.workspace.workspace import Workspace
+
+PROBE_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class MinePlan:
+    """What a pass would judge, and how long it would take; nothing was judged but a short probe."""
+
+    unique_combinations: int
+    judgements: int
+    identity: int
+    images: int
+    new_per_source: Mapping[str, int]
+    combinations_per_second: float
+    seconds: float
+
+
+def plan_mining(workspace: Workspace, config: MineConfig, con_d: AnyDiscriminator) -> MinePlan:
+    """Count what `mine_connections` would judge and time a short probe; the workspace is left as it is."""
+    inputs = MineInputs.open(workspace, config)
+    with temporary_runs(inputs) as runs:
+        judge = inputs.judge(con_d)
+        judgements = identity = images = 0
+        rate = float("inf")
+        for shard in range(workspace.n_shards):
+            found = of_shard(runs, workspace, shard)
+            judged = found.take(~judge.identity.matches(found.image_ids, found.pair_ids))
+            judgements, identity = judgements + len(judged), identity + len(found) - len(judged)
+            images += len(np.unique(found.image_ids))
+            if len(judged) and rate == float("inf"):
+                with torch_threads(config.threads or torch.get_num_threads()):
+                    rate = _probe(judge, shard, judged)
+        return MinePlan(
+            unique_combinations=judgements + identity,
+            judgements=judgements,
+            identity=identity,
+            images=images,
+            new_per_source=count_new(runs, workspace),
+            combinations_per_second=rate,
+            seconds=judgements / rate,
+        )
+
+
+def _probe(judge: Judge, shard: int, candidates: Candidates) -> float:
+    """Combinations per second over the first images of a shard, as many as a few seconds take."""
+    starts = np.unique(candidates.image_ids, return_index=True)[1]
+    ends = np.append(starts[1:], len(candidates))
+    # The first call pays for warming up: caches, threads, kernels.
+    judge.verdicts(shard, candidates.image_ids[: ends[0]], candidates.pair_ids[: ends[0]], lambda _: None)
+    images, rate = 4, 0.0
+    while True:
+        stop = int(ends[min(images, len(ends)) - 1])
+        begun = time.perf_counter()
+        judge.verdicts(shard, candidates.image_ids[:stop], candidates.pair_ids[:stop], lambda _: None)
+        seconds = time.perf_counter() - begun
+        rate = stop / max(seconds, 1e-9)
+        if seconds > PROBE_SECONDS / 4 or images >= len(ends):
+            return rate
+        images *= 4

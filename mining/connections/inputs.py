@@ -1,0 +1,191 @@
+"""What a pass is told, and what proposes its candidates: the embeddings, the plans and the graph, opened."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fnpipe.mining.connections.candidates import (
+    INDEX,
+    NOT_PROPOSED,
+    CandidateRuns,
+    Candidates,
+    PlanProposer,
+    Source,
+    write_runs,
+)
+from fnpipe.mining.connections.judge import Judge
+from fnpipe.mining.data.identity import IDENTITY_BOUND
+from fnpipe.mining.discriminators.protocol import AnyDiscriminator
+from fnpipe.mining.edges.reader import TAU_HIGH, TAU_LOW, check_thresholds
+from fnpipe.mining.graph.stage import Graph
+from fnpipe.mining.plans.stage import plan_epochs, read_plan
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.machine.progress import progress
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.record import Stage
+from fnpipe.pipeline.workspace.workspace import Workspace
+
+
+@dataclass(frozen=True, kw_only=True)
+class MineConfig:
+    """How ``fnpipe mine-connections`` judges: one field per flag, the paper's thresholds as defaults.
+
+    Attributes:
+        groups: the plans that propose; empty for the only one there is.
+        candidates: per anchor, direction and planned batch. graph: per anchor and direction, from the graph.
+        positive_share: label this share of the judged, the most probable, as positive and the rest as negative,
+            whatever the thresholds; for discriminators whose p is no probability.
+        identity: the same picture and caption as a recorded pair are positive without being judged; else judged too.
+        block_images: whose features are held at a time; memory grows with it, results do not change.
+        workers: threads that decode pictures.
+        threads: what torch computes with on a CPU; None: torch's own choice. Part of the edges' parameters, because
+            the last bits of p depend on it.
+        engine: ``local``, or ``ray``: one shard at a time on each worker of the cluster at ``ray_address`` (None starts
+            a cluster on this machine). The workspace must lie at the same path on all of them.
+    """
+
+    candidates: int = 8
+    groups: tuple[str, ...] = ()
+    graph: int = 0
+    embeddings: str | None = None
+    tau_low: float = TAU_LOW
+    tau_high: float = TAU_HIGH
+    positive_share: float | None = None
+    score_recorded: bool = False
+    identity: bool = True
+    block_images: int = 128
+    workers: int = 4
+    threads: int | None = None
+    engine: str = "local"
+    ray_address: str | None = None
+    name: str | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        check_thresholds(self.tau_low, self.tau_high)
+        for flag, value in (("--candidates", self.candidates), ("--graph", self.graph)):
+            if not 0 <= value < NOT_PROPOSED // 2:
+                raise InputError(f"{flag} {value}: a number from 0 to {NOT_PROPOSED // 2 - 1}")
+        numbers = {"--block-images": self.block_images, "--workers": self.workers, "--threads": self.threads}
+        for flag, number in numbers.items():
+            if number is not None and number < 1:
+                raise InputError(f"{flag} {number}: at least 1")
+        if self.candidates == self.graph == 0:
+            raise InputError("--candidates 0 without --graph K proposes nothing to judge")
+        if self.positive_share is not None and not 0 < self.positive_share < 1:
+            raise InputError(f"--positive-share {self.positive_share}: a share between 0 and 1")
+        if self.engine not in ("local", "ray"):
+            raise InputError(f"--engine {self.engine}: give local or ray")
+        if self.name is not None and ("/" in self.name or self.name in ("", ".", "..")):
+            raise InputError(f"--name {self.name!r}: a plain name, without slashes")
+
+    @property
+    def identity_bound(self) -> int:
+        return IDENTITY_BOUND if self.identity else 0
+
+
+@dataclass(frozen=True)
+class MineInputs:
+    """What proposes, opened: the embeddings, the plans and, if asked for, the graph."""
+
+    workspace: Workspace
+    config: MineConfig
+    embeddings: Embeddings
+    plans: tuple[Stage, ...]
+    graph: Graph | None
+
+    @classmethod
+    def open(cls, workspace: Workspace, config: MineConfig) -> MineInputs:
+        embeddings = Embeddings.open(workspace, config.embeddings)
+        if config.candidates and config.graph and not config.groups and not workspace.names("groups"):
+            raise InputError(
+                f"{workspace.root}: no plan, from whose batches --candidates {config.candidates} takes; run "
+                "`fnpipe group`, or give --candidates 0 for the neighbours in the graph alone"
+            )
+        names = (config.groups or (workspace.only("groups", "--groups"),)) if config.candidates else ()
+        plans = tuple(workspace.resolve("groups", name, "--groups") for name in dict.fromkeys(names))
+        graph = Graph.open(workspace, embeddings.name) if config.graph else None
+        if graph is not None and config.graph > graph.i2t_ids.shape[1]:
+            width = graph.i2t_ids.shape[1]
+            raise InputError(
+                f"--graph {config.graph}: graph/{embeddings.name} has {width} neighbours; rebuild it with --k"
+            )
+        return cls(workspace, config, embeddings, plans, graph)
+
+    @property
+    def description(self) -> dict[str, Any]:
+        """What the candidates depend on, for the edges' parameters."""
+        return {
+            "candidates": self.config.candidates,
+            "embeddings": {self.embeddings.name: self.embeddings.stage.digest},
+            "groups": {plan.name.partition("/")[2]: plan.digest for plan in self.plans},
+            "graph": {str(self.config.graph): self.graph.stage.digest} if self.graph else None,
+        }
+
+    def judge(self, con_d: AnyDiscriminator) -> Judge:
+        config = self.config
+        return Judge(
+            self.workspace,
+            self.embeddings,
+            con_d,
+            block_images=config.block_images,
+            workers=config.workers,
+            identity_bound=config.identity_bound,
+        )
+
+    def runs(self, directory: Path) -> CandidateRuns:
+        """The candidates, sorted on disk; made anew unless a killed run had finished them."""
+        if not (directory / INDEX).exists():
+            write_runs(directory, self._sources())
+        return CandidateRuns(directory, self.workspace.n_pairs)
+
+    def _sources(self) -> Iterator[Source]:
+        proposer = PlanProposer(self.workspace, self.embeddings, self.config.candidates)
+        with progress("candidates", sum(plan_epochs(plan) for plan in self.plans), "epochs") as advance:
+            for plan in self.plans:
+                for epoch in range(plan_epochs(plan)):
+                    yield f"{plan.name} epoch {epoch}", proposer.propose(read_plan(plan, epoch))
+                    advance(1)
+        if self.graph is not None:
+            yield (
+                self.graph.stage.name,
+                proposer.propose_graph(self.graph.i2t_ids, self.graph.t2i_ids, self.config.graph),
+            )
+
+
+@contextmanager
+def temporary_runs(inputs: MineInputs) -> Iterator[CandidateRuns]:
+    with tempfile.TemporaryDirectory(prefix="fnpipe-candidates-") as folder:
+        yield inputs.runs(Path(folder))
+
+
+def of_shard(runs: CandidateRuns, workspace: Workspace, shard: int) -> Candidates:
+    return runs.between(int(workspace.image_starts[shard]), int(workspace.image_starts[shard + 1]))
+
+
+def count_new(runs: CandidateRuns, workspace: Workspace) -> dict[str, int]:
+    new = np.zeros(len(runs.sources), np.int64)
+    for shard in range(workspace.n_shards):
+        new += np.bincount(of_shard(runs, workspace, shard).origin, minlength=len(new))
+    return dict(zip(runs.sources, new.tolist(), strict=True))
+
+
+def sample_candidates(workspace: Workspace, config: MineConfig, n: int) -> Candidates:
+    """About ``n`` of the candidates that ``config`` proposes, drawn evenly with a fixed seed."""
+    inputs = MineInputs.open(workspace, config)
+    rng = np.random.default_rng(0)
+    parts: list[Candidates] = []
+    with temporary_runs(inputs) as runs:
+        share = n / max(1, sum(count_new(runs, workspace).values()))
+        for shard in range(workspace.n_shards):
+            found = of_shard(runs, workspace, shard)
+            parts.append(found.take(rng.random(len(found)) < share))
+    fields = Candidates.__dataclass_fields__
+    return Candidates(*(np.concatenate([getattr(part, field) for part in parts]) for field in fields))

@@ -1,0 +1,77 @@
+"""Which pairs take part in graphs and plans: the ``train`` pairs whose image and caption both have an embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
+
+SPLIT = "train"
+
+
+@dataclass(frozen=True)
+class Members:
+    """The pairs that take part, grouped by image.
+
+    Attributes:
+        pair_ids: (n,) int64; images ascend, and inside an image its captions ascend.
+        image_ids: (n,) int64, the image of each of ``pair_ids``.
+        images: (m,) int64, the images, ascending.
+        starts: (m + 1,) int64; the captions of ``images[r]`` are ``pair_ids[starts[r] : starts[r + 1]]``.
+    """
+
+    pair_ids: np.ndarray
+    image_ids: np.ndarray
+    images: np.ndarray
+    starts: np.ndarray
+
+    def captions_of_epoch(self, epoch: int, seed: int) -> np.ndarray:
+        """One caption per image, evenly: an image with c captions shows each of them once in c epochs.
+
+        Returns:
+            (m,) int64 pair_ids, in the order of ``images``.
+        """
+        counts = np.diff(self.starts)
+        first = np.random.default_rng([seed, 0xCA]).integers(0, counts)
+        return self.pair_ids[self.starts[:-1] + (first + epoch) % counts]
+
+    def some(self, rows: np.ndarray) -> Members:
+        """The members of some images, by ascending row of ``images``."""
+        kept = np.zeros(len(self.images), bool)
+        kept[rows] = True
+        pairs = np.repeat(kept, np.diff(self.starts))
+        return members_of(self.pair_ids[pairs], self.image_ids[pairs])
+
+
+def read_members(workspace: Workspace, embeddings: Embeddings | None = None) -> Members:
+    """The members of ``workspace``; with ``embeddings``, without those that the encoder could not embed.
+
+    Raises:
+        InputError: there is none.
+    """
+    table = workspace.read_pairs(["pair_id", "image_id"], split=SPLIT)
+    pair_ids, image_ids = table["pair_id"].to_numpy(), table["image_id"].to_numpy()
+    if not len(pair_ids):
+        raise InputError(f"{workspace.root}: no pair of split {SPLIT!r} (it has {_known(workspace)})")
+    if embeddings is not None:
+        usable = embeddings.usable(image_ids, pair_ids)
+        pair_ids, image_ids = pair_ids[usable], image_ids[usable]
+        if not len(pair_ids):
+            raise InputError(f"{embeddings.stage.path}: no usable embedding of a {SPLIT!r} pair; see bad.parquet")
+    return members_of(pair_ids, image_ids)
+
+
+def members_of(pair_ids: np.ndarray, image_ids: np.ndarray) -> Members:
+    """Group pairs, in any order, by image."""
+    order = np.lexsort((pair_ids, image_ids))
+    pair_ids, image_ids = pair_ids[order].astype(np.int64), image_ids[order].astype(np.int64)
+    images, first = np.unique(image_ids, return_index=True)
+    return Members(pair_ids, image_ids, images, np.append(first, len(pair_ids)).astype(np.int64))
+
+
+def _known(workspace: Workspace) -> str:
+    return ", ".join(f"{name}: {count:,}" for name, count in sorted(workspace.splits().items())) or "no pairs"

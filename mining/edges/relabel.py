@@ -1,0 +1,151 @@
+"""The labels of finished edges: counted, and moved to other thresholds without judging again."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from fnpipe.mining.connections.trust import measure_trust, trust_file
+from fnpipe.mining.data.identity import identity_notes
+from fnpipe.mining.edges.reader import (
+    DISCRIMINATOR,
+    EDGES_SCHEMA,
+    IDENTITY,
+    LABELS,
+    NOT_MEASURED,
+    POSITIVE,
+    SOURCES,
+    check_thresholds,
+    codes_in,
+    edge_parts,
+    labels_of,
+    named,
+    read_part,
+    recorded_parts,
+)
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.workspace.record import Stage
+from fnpipe.pipeline.workspace.workspace import Workspace
+
+HISTOGRAM_BINS = 20
+# What no label changes.
+_CARRIED = ("unique_combinations", "undecodable", "new_per_source")
+# The same, which 0.1.0 did not record.
+_CARRIED_IF_THERE = ("identity_bound", "identity_beyond")
+
+
+def share_threshold(probabilities: np.ndarray, share: float) -> float:
+    """The threshold above which the most probable ``share`` of (n,) float32 ``probabilities`` lies.
+
+    Used as both thresholds: what equals it (ties at the cut) is ambiguous, what lies below is negative.
+    """
+    count = round(len(probabilities) * share)
+    if not count or count == len(probabilities):
+        return 1.0 if not count else 0.0
+    cut = len(probabilities) - count
+    below, above = np.partition(probabilities, [cut - 1, cut])[[cut - 1, cut]]
+    between = np.float32((float(below) + float(above)) / 2)
+    return float(between if below < between < above else below)
+
+
+def relabel_parts(stage: Stage, tau_low: float, tau_high: float) -> None:
+    """Rewrite the labels of every part; identity stays positive."""
+    for path in edge_parts(stage):
+        table = read_part(stage, path)
+        labels = labels_of(table, (tau_low, tau_high))
+        at = EDGES_SCHEMA.get_field_index("label")
+        column = pa.chunked_array([named(labels, LABELS)], EDGES_SCHEMA.field("label").type)
+        atomic.write_table(path, table.set_column(at, EDGES_SCHEMA.field("label"), column))
+
+
+def judged_probabilities(stage: Stage) -> np.ndarray:
+    """(n,) float32: p of every combination that the discriminator judged."""
+    parts = [np.empty(0, np.float32)]
+    for path in edge_parts(stage):
+        table = read_part(stage, path, ["match_probability", "source"])
+        judged = codes_in(table["source"], SOURCES) == DISCRIMINATOR
+        parts.append(table["match_probability"].to_numpy()[judged])
+    return np.concatenate(parts)
+
+
+def count_labels(stage: Stage) -> dict[str, Any]:
+    """What ``meta.json`` says of the parts: judgements, counts by label and source, a histogram of the judged p."""
+    table = np.zeros((len(SOURCES), len(LABELS)), np.int64)
+    histogram = np.zeros(HISTOGRAM_BINS, np.int64)
+    for path in edge_parts(stage):
+        part = read_part(stage, path, ["match_probability", "label", "source"])
+        sources, labels = codes_in(part["source"], SOURCES), codes_in(part["label"], LABELS)
+        np.add.at(table, (sources, labels), 1)
+        p = part["match_probability"].to_numpy()[sources == DISCRIMINATOR]
+        histogram += np.histogram(p, HISTOGRAM_BINS, (0, 1))[0]
+    return {
+        "judgements": int(table[DISCRIMINATOR].sum()),
+        "identity": int(table[IDENTITY].sum()),
+        "labels": dict(zip(LABELS, table.sum(axis=0).tolist(), strict=True)),
+        "positives": dict(zip(SOURCES, table[:, POSITIVE].tolist(), strict=True)),
+        "histogram": {"from": 0, "to": 1, "counts": histogram.tolist()},
+    }
+
+
+def relabel(
+    workspace: Workspace, name: str | None, tau_low: float, tau_high: float, positive_share: float | None = None
+) -> Stage:
+    """Move the thresholds of finished edges without judging again; killed in the middle, run it again.
+
+    Args:
+        positive_share: label this share of the judged, the most probable, as positive instead, and the rest negative.
+
+    Raises:
+        InputError: there are no such edges, they are unfinished, or the thresholds are no thresholds.
+    """
+    check_thresholds(tau_low, tau_high)
+    if positive_share is not None and not 0 < positive_share < 1:
+        raise InputError(f"--positive-share {positive_share}: a share between 0 and 1")
+    stage = workspace.stage(f"edges/{name or workspace.only('edges', '--edges')}")
+    with stage.alone():
+        _relabel(stage, tau_low, tau_high, positive_share)
+    return stage
+
+
+def _relabel(stage: Stage, tau_low: float, tau_high: float, positive_share: float | None) -> None:
+    meta = stage.meta()
+    if meta is None or meta.get("complete") or not meta.keys() >= set(_CARRIED):
+        # Neither finished nor left by a relabelling that was killed, which alone has these without being finished.
+        meta = stage.workspace.resolve("edges", stage.name.partition("/")[2], "--edges").require()
+    atomic.sweep(stage.path)
+    # Without thresholds the edges belong to no pass: one that comes between says so, instead of finishing a mixture.
+    params = {**meta["params"], "tau_low": None, "tau_high": None, "positive_share": None}
+    begun = {
+        "format": meta["format"],
+        "inputs": meta["inputs"],
+        **{key: meta[key] for key in (*_CARRIED, *_CARRIED_IF_THERE) if key in meta},
+        "complete": False,
+        # Relabelled again after a kill, the edges must still be all that were judged.
+        "outputs": {path.relative_to(stage.path).as_posix(): None for path in stage.outputs()},
+    }
+    stage.require_outputs()
+    stage.write_meta({**begun, "params": params})
+    taus = tau_low, tau_high
+    if positive_share is not None:
+        taus = (share_threshold(judged_probabilities(stage), positive_share),) * 2
+    relabel_parts(stage, *taus)
+    asked = {"tau_low": tau_low, "tau_high": tau_high, "positive_share": positive_share}
+    stage.write_meta({**begun, "params": {**params, **asked}})
+    finish_edges(stage, *taus)
+
+
+def finish_edges(stage: Stage, tau_low: float, tau_high: float, **facts: Any) -> None:
+    """Count the labels and mark the edges as finished."""
+    counts = count_labels(stage)
+    found = counts["positives"]["discriminator"] / max(counts["judgements"], 1)
+    trust = measure_trust(stage, tau_high, found)
+    begun = {**(stage.meta() or {}), **facts}
+    notes = identity_notes(begun.get("identity_bound", 0), begun.get("identity_beyond", (0, 0)))
+    notes.append(NOT_MEASURED if trust is None else trust.sentence)
+    told = None if trust is None else {"figures": asdict(trust), "trusted": trust.trusted}
+    facts |= {"tau_low": tau_low, "tau_high": tau_high, **counts, "trust": told, "notes": notes}
+    stage.finish(edge_parts(stage), [*recorded_parts(stage), *trust_file(stage)], **facts)

@@ -1,0 +1,229 @@
+"""Conflicts: rows that must not share a mini-batch, because one's image is known to match the other's caption.
+
+In a batch such a caption would be a false negative. Which combinations match is known from mined edges and from the
+identity rule (the same picture and the same caption recorded elsewhere). A row is an image with its caption of the
+epoch, so that the conflicts of another epoch are others.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fnpipe.mining.data.identity import Identity
+from fnpipe.mining.data.train_pairs import Members
+from fnpipe.mining.edges.reader import EdgesInfo, edge_parts, read_part
+from fnpipe.pipeline.machine.compiled import compiled
+from fnpipe.pipeline.workspace.record import Stage
+
+# Places that a row in conflict is offered elsewhere before it stays where it is.
+TRIES = 64
+
+
+class Conflicts(NamedTuple):
+    """A symmetric relation between rows, as the lists of a sparse matrix (CSR).
+
+    Attributes:
+        starts: (n + 1,) int64; row ``r`` is in conflict with ``rows[starts[r] : starts[r + 1]]``.
+        rows: (entries,) int32, ascending for each row, without itself and without repeats.
+    """
+
+    starts: np.ndarray
+    rows: np.ndarray
+
+
+def no_conflicts(count: int) -> Conflicts:
+    """The empty relation between ``count`` rows."""
+    return Conflicts(np.zeros(count + 1, np.int64), np.empty(0, np.int32))
+
+
+def conflicts_between(left: np.ndarray, right: np.ndarray, count: int) -> Conflicts:
+    """The relation in which each of (m,) rows ``left`` is in conflict with that of ``right``, and the other way round.
+
+    Rows are numbers from 0 to ``count - 1``; a row beside itself is no conflict. Time and memory are linear.
+    """
+    return Conflicts(*_symmetric(left.astype(np.int32, copy=False), right.astype(np.int32, copy=False), count))
+
+
+@compiled
+def _symmetric(left: np.ndarray, right: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+    ends = np.zeros(count + 1, np.int64)
+    for n in range(len(left)):
+        if left[n] != right[n]:
+            ends[left[n] + 1] += 1
+            ends[right[n] + 1] += 1
+    for row in range(count):
+        ends[row + 1] += ends[row]
+    rows = np.empty(ends[count], np.int32)
+    at = ends[:count].copy()
+    for n in range(len(left)):
+        a, b = left[n], right[n]
+        if a != b:
+            rows[at[a]] = b
+            rows[at[b]] = a
+            at[a] += 1
+            at[b] += 1
+    starts = np.zeros(count + 1, np.int64)
+    kept = 0
+    for row in range(count):
+        mine = np.sort(rows[ends[row] : ends[row + 1]])
+        for n in range(len(mine)):
+            if n == 0 or mine[n] != mine[n - 1]:
+                # Never ahead of what is still to be read: repeats only make the lists shorter.
+                rows[kept] = mine[n]
+                kept += 1
+        starts[row + 1] = kept
+    return starts, rows[:kept].copy()
+
+
+@compiled
+def conflicts_among(conflicts: Conflicts, rows: np.ndarray, position: np.ndarray, first: int) -> Conflicts:
+    """The conflicts inside a search space, by place in it.
+
+    Args:
+        rows: (m,) integers, the space. position: (n,) integers, where each of all rows stands; those of the space stand
+            at ``first .. first + m - 1``, in this order.
+    """
+    starts = np.zeros(len(rows) + 1, np.int64)
+    total = 0
+    for n in range(len(rows)):
+        total += conflicts.starts[rows[n] + 1] - conflicts.starts[rows[n]]
+    inside = np.empty(total, np.int32)
+    kept = 0
+    for n in range(len(rows)):
+        for at in range(conflicts.starts[rows[n]], conflicts.starts[rows[n] + 1]):
+            place = position[conflicts.rows[at]] - first
+            if 0 <= place < len(rows):
+                inside[kept] = place
+                kept += 1
+        starts[n + 1] = kept
+    return Conflicts(starts, inside[:kept].copy())
+
+
+class KnownMatches(NamedTuple):
+    """Combinations that are known to match.
+
+    Attributes:
+        image_ids, pair_ids: (m,) integers, of edges. identity: the rule that needs no judging.
+    """
+
+    image_ids: np.ndarray
+    pair_ids: np.ndarray
+    identity: Identity
+
+    @classmethod
+    def of(cls, edges: Stage, above: float) -> KnownMatches:
+        """The edges with a probability above ``above``, read part by part, and the identity rule."""
+        kind = np.int32 if edges.workspace.n_pairs < 2**31 else np.int64
+        found = []
+        for path in edge_parts(edges):
+            part = read_part(edges, path, ["image_id", "pair_id", "match_probability"])
+            matching = part["match_probability"].to_numpy() > np.float32(above)
+            found.append([part[name].to_numpy()[matching].astype(kind) for name in ("image_id", "pair_id")])
+        images, pairs = zip(*found, strict=True) if found else ([np.empty(0, kind)], [np.empty(0, kind)])
+        identity = Identity.of(edges.workspace, EdgesInfo.read(edges).identity_bound)
+        return cls(np.concatenate(images), np.concatenate(pairs), identity)
+
+    def conflicts(self, members: Members, pair_ids: np.ndarray) -> Conflicts:
+        """The conflicts of an epoch between the rows of ``members.images``, whose captions are (m,) ``pair_ids``."""
+        row_of_image = np.full(members.images[-1] + 1, -1, np.int32)
+        row_of_image[members.images] = np.arange(len(members.images))
+        row_of_pair = np.full(members.pair_ids.max() + 1, -1, np.int32)
+        row_of_pair[pair_ids] = np.arange(len(pair_ids))
+        left, right = _rows_of(row_of_image, self.image_ids), _rows_of(row_of_pair, self.pair_ids)
+        here = (left >= 0) & (right >= 0)
+        left, right = left[here], right[here]
+        same = identical_rows(self.identity, members.images, pair_ids)
+        left, right = np.concatenate([left, same[0]]), np.concatenate([right, same[1]])
+        return conflicts_between(left, right, len(members.images))
+
+
+def _rows_of(row_of: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """The rows of ids; -1 for those that take no part."""
+    rows: np.ndarray = np.where(ids < len(row_of), row_of[np.minimum(ids, len(row_of) - 1)], -1)
+    return rows
+
+
+def identical_rows(identity: Identity, images: np.ndarray, pair_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows a, b for which the identity rule calls the image of a and the caption of b a match; (m,) int32 each.
+
+    Every recorded (picture, caption) joins the rows that show the picture with the rows that have the caption.
+
+    Args:
+        images, pair_ids: (n,) int64, image and caption of every row.
+    """
+    pictures, captions = np.divmod(identity.keys, len(identity.caption_codes))
+    left, first_left, n_left = _matching(identity.picture_codes[images], pictures)
+    right, first_right, n_right = _matching(identity.caption_codes[pair_ids], captions)
+    joined = n_left * n_right
+    key = np.repeat(np.arange(len(joined)), joined)
+    number = np.arange(len(key)) - np.repeat(np.cumsum(joined) - joined, joined)
+    a = left[first_left[key] + number // n_right[key]]
+    b = right[first_right[key] + number % n_right[key]]
+    other = a != b
+    return a[other].astype(np.int32), b[other].astype(np.int32)
+
+
+def _matching(codes: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rows in the order of their codes; for each of ``wanted``, where its rows begin there and how many they are."""
+    order = np.argsort(codes, kind="stable")
+    ordered = codes[order]
+    first = np.searchsorted(ordered, wanted)
+    return order, first, np.searchsorted(ordered, wanted, side="right") - first
+
+
+@compiled
+def repair(order: np.ndarray, conflicts: Conflicts, batch_size: int) -> None:
+    """Let rows in conflict with their batch change places, where one of ``TRIES`` other places suits both rows.
+
+    Args:
+        order: (n,) integers, every row once, changed in place; consecutive ``batch_size`` entries are a batch.
+    """
+    count = len(order)
+    place = np.empty(count, np.int64)
+    for n in range(count):
+        place[order[n]] = n
+    stride = count // (TRIES + 1) + 1
+    for here in range(count):
+        if not _conflicts_with(conflicts, place, batch_size, order[here], here // batch_size, -1):
+            continue
+        for attempt in range(1, TRIES + 1):
+            there = (here + attempt * stride) % count
+            row, other = order[here], order[there]
+            if (
+                there // batch_size != here // batch_size
+                and not _conflicts_with(conflicts, place, batch_size, row, there // batch_size, other)
+                and not _conflicts_with(conflicts, place, batch_size, other, here // batch_size, row)
+            ):
+                order[here], order[there] = other, row
+                place[row], place[other] = there, here
+                break
+
+
+@compiled
+def _conflicts_with(
+    conflicts: Conflicts, place: np.ndarray, batch_size: int, row: int, batch: int, besides: int
+) -> bool:
+    """Whether ``row`` is in conflict with a row of ``batch`` other than ``besides``."""
+    for at in range(conflicts.starts[row], conflicts.starts[row + 1]):
+        other = conflicts.rows[at]
+        if other != besides and place[other] // batch_size == batch:
+            return True
+    return False
+
+
+@compiled
+def count_forced(order: np.ndarray, conflicts: Conflicts, batch_size: int) -> int:
+    """How many rows of an order are in conflict with an earlier one of their batch."""
+    place = np.empty(len(order), np.int64)
+    for n in range(len(order)):
+        place[order[n]] = n
+    forced = 0
+    for n in range(len(order)):
+        for at in range(conflicts.starts[order[n]], conflicts.starts[order[n] + 1]):
+            earlier = place[conflicts.rows[at]]
+            if earlier < n and earlier // batch_size == n // batch_size:
+                forced += 1
+                break
+    return forced

@@ -1,0 +1,283 @@
+"""How hard in-batch negatives are, by sampling and search space, and how many of the hardest are false.
+
+For every anchor of a planned batch the most similar other pair of the batch is its hardest negative, in both
+directions. Hard batches make the hardest negatives more similar, and more of them true: that is what this measures,
+by the similarities alone, and by whoever can judge a combination (known truth, the identity rule, a discriminator).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from fnpipe.mining.connections import judge as judging
+from fnpipe.mining.data.identity import Identity
+from fnpipe.mining.data.train_pairs import Members, read_members
+from fnpipe.mining.data.truth import Truth
+from fnpipe.mining.discriminators.protocol import AnyDiscriminator
+from fnpipe.mining.graph.stage import Graph
+from fnpipe.mining.plans.stage import ALL, GroupConfig, plan_epoch
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
+
+SearchSpace = int | Literal["all"]
+
+# Judges (image_ids, pair_ids), both (n,): 1.0 true, 0.0 false, NaN unknown.
+Judge = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+# Search spaces of the default audit, in batches.
+_SPACES_IN_BATCHES = (5, 10, 20, 50)
+_QUANTILES = (5, 25, 50, 75, 95)
+_BINS = np.linspace(-1, 1, 201)
+# Pictures whose features a discriminator holds at a time, and threads that decode them.
+_JUDGED_AT_ONCE, _DECODERS = 128, 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditConfig:
+    """How ``fnpipe audit`` looks: one field per flag.
+
+    ``search_spaces`` None stands for 5, 10, 20 and 50 batches and ``all``, as far as the data set and the graph allow.
+    """
+
+    embeddings: str | None = None
+    batch_size: int = GroupConfig.batch_size
+    search_spaces: tuple[SearchSpace, ...] | None = None
+    batches: int = 1000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 2:
+            raise InputError(f"--batch-size {self.batch_size}: a batch of one pair has no negatives")
+        if self.batches < 1:
+            raise InputError(f"--batches {self.batches}: at least 1")
+        for space in self.search_spaces or ():
+            GroupConfig(batch_size=self.batch_size, search_space=space)
+
+
+@dataclass(frozen=True)
+class Hardest:
+    """The hardest in-batch negatives of a plan, image anchors first, then text anchors.
+
+    Attributes:
+        image_ids, pair_ids: (n,) int64, the combination. sims: (n,) float32. recorded: (n,) float32, the similarity
+            of the anchor to its own partner.
+    """
+
+    image_ids: np.ndarray
+    pair_ids: np.ndarray
+    sims: np.ndarray
+    recorded: np.ndarray
+
+
+@dataclass(frozen=True)
+class AuditRow:
+    """What one way of filling batches gives.
+
+    Attributes:
+        above_recorded: share of hardest negatives more similar to the anchor than its own partner is.
+        judged: per judge, the share of the hardest negatives it knows that it calls true.
+        histogram: counts over 200 equal bins from -1 to 1.
+    """
+
+    sampling: str
+    search_space: SearchSpace | None
+    batches: int
+    hardest: int
+    mean: float
+    quantiles: dict[str, float]
+    above_recorded: float
+    judged: dict[str, float | None]
+    histogram: list[int]
+
+
+@dataclass(frozen=True)
+class Audit:
+    """The rows, random first; the similarity of recorded pairs; and the search spaces that were left out, with why."""
+
+    embeddings: str
+    batch_size: int
+    images: int
+    rows: list[AuditRow]
+    recorded: dict[str, Any]
+    skipped: dict[str, str]
+
+
+def audit(
+    workspace: Workspace, config: AuditConfig, truth: Truth | None = None, judges: Mapping[str, Judge] | None = None
+) -> Audit:
+    """Fill batches in every way asked for, and look at their hardest negatives.
+
+    Args:
+        truth: known truth, which adds the judges ``truth`` and ``identity``. judges: further ones, by name.
+
+    Raises:
+        InputError: no embeddings; a search space asked for that is larger than the data, or ``all`` without a graph.
+    """
+    embeddings = Embeddings.open(workspace, config.embeddings)
+    members = read_members(workspace, embeddings)
+    every = {**(_truth_judges(workspace, truth) if truth else {}), **(judges or {})}
+    spaces, skipped = _choose_spaces(workspace, config, embeddings.name, len(members.images))
+    rows, recorded = [], np.empty(0, np.float32)
+    for space in (None, *spaces):
+        hardest = hardest_negatives(_plan(workspace, config, members, embeddings, space), embeddings)
+        recorded = hardest.recorded if space is None else recorded
+        rows.append(_row(hardest, space, config, every))
+    return Audit(
+        embeddings=embeddings.name,
+        batch_size=config.batch_size,
+        images=len(members.images),
+        rows=rows,
+        recorded={"mean": float(recorded.mean()), "quantiles": _quantiles(recorded), "histogram": _histogram(recorded)},
+        skipped=skipped,
+    )
+
+
+def discriminator_judge(
+    workspace: Workspace, embeddings: str | None, con_d: AnyDiscriminator, tau_high: float = 0.8
+) -> Judge:
+    """A judge that calls true what ``con_d`` finds above ``tau_high``: MAFA's count of false negatives (table 1)."""
+    judge = judging.Judge(
+        workspace, Embeddings.open(workspace, embeddings), con_d, block_images=_JUDGED_AT_ONCE, workers=_DECODERS
+    )
+
+    def says(image_ids: np.ndarray, pair_ids: np.ndarray) -> np.ndarray:
+        p = judge.probabilities(image_ids, pair_ids)
+        return np.where(np.isnan(p), np.nan, p > np.float32(tau_high))
+
+    return says
+
+
+def _truth_judges(workspace: Workspace, truth: Truth) -> dict[str, Judge]:
+    identity = Identity.of(workspace)
+
+    def by_truth(image_ids: np.ndarray, pair_ids: np.ndarray) -> np.ndarray:
+        return np.where(truth.known_images[image_ids], truth.matches(image_ids, pair_ids), np.nan)
+
+    def by_identity(image_ids: np.ndarray, pair_ids: np.ndarray) -> np.ndarray:
+        return identity.matches(image_ids, pair_ids).astype(float)
+
+    return {"truth": by_truth, "identity": by_identity}
+
+
+def _choose_spaces(
+    workspace: Workspace, config: AuditConfig, name: str, images: int
+) -> tuple[list[SearchSpace], dict[str, str]]:
+    """The search spaces to look at, and those left out by name, with the reason."""
+    default = [n * config.batch_size for n in _SPACES_IN_BATCHES]
+    wanted: tuple[SearchSpace, ...] = config.search_spaces or (*default, ALL)
+    if images < config.batch_size:
+        raise InputError(f"{workspace.root}: {images} images make no batch of {config.batch_size}; use --batch-size")
+    spaces: list[SearchSpace] = []
+    skipped = {}
+    for space in wanted:
+        if space == ALL and name not in workspace.names("graph"):
+            skipped[str(space)] = f"there is no graph {name!r}; run `fnpipe build-graph {workspace.root}`"
+        elif space != ALL and space > images:
+            skipped[str(space)] = f"larger than the {images} images"
+        else:
+            spaces.append(space)
+    if config.search_spaces and skipped:
+        first, why = next(iter(skipped.items()))
+        raise InputError(f"--search-space {first}: {why}")
+    return spaces, skipped
+
+
+def _plan(
+    workspace: Workspace, config: AuditConfig, members: Members, embeddings: Embeddings, space: SearchSpace | None
+) -> pa.Table:
+    """About ``config.batches`` batches: search spaces are sampled whole; only the chain over all needs all pairs."""
+    sampling = "random" if space is None else "grit"
+    plan = GroupConfig(
+        sampling=sampling, batch_size=config.batch_size, search_space=space or config.batch_size, seed=config.seed
+    )
+    if space == ALL:
+        graph = Graph.open(workspace, embeddings.name)
+        return _first_batches(plan_epoch(members, plan, 0, embeddings, graph), config.batches)
+    unit = space or config.batch_size
+    size = min(len(members.images), -(-config.batches * config.batch_size // unit) * unit)
+    drawn = np.random.default_rng([config.seed, unit]).choice(len(members.images), size, replace=False)
+    return plan_epoch(members.some(np.sort(drawn)), plan, 0, embeddings)
+
+
+def _first_batches(plan: pa.Table, batches: int) -> pa.Table:
+    return plan.slice(0, int((plan["batch"].to_numpy() < batches).sum()))
+
+
+def hardest_negatives(plan: pa.Table, embeddings: Embeddings, read_batches: int = 256) -> Hardest:
+    """For every image and every caption of a plan, the most similar other one of its batch (ties: the first).
+
+    Args:
+        plan: ``PLAN_SCHEMA``, in batch and slot order. A batch of one pair gives nothing.
+    """
+    image_ids, pair_ids = plan["image_id"].to_numpy(), plan["pair_id"].to_numpy()
+    starts = np.append(np.flatnonzero(plan["slot"].to_numpy() == 0), len(image_ids))
+    parts: dict[str, list[Hardest]] = {"i2t": [], "t2i": []}
+    for first in range(0, len(starts) - 1, read_batches):
+        borders = starts[first : first + read_batches + 1]
+        low = borders[0]
+        images = embeddings.images.take(image_ids[low : borders[-1]])
+        texts = embeddings.texts.take(pair_ids[low : borders[-1]])
+        for start, stop in pairwise(borders):
+            if stop - start < 2:
+                continue
+            rows, ids, pairs = slice(start - low, stop - low), image_ids[start:stop], pair_ids[start:stop]
+            text, image, sims = hardest_in_batch(images[rows], texts[rows])
+            own = np.einsum("nd,nd->n", images[rows], texts[rows])
+            parts["i2t"].append(Hardest(ids, pairs[text], sims[0], own))
+            parts["t2i"].append(Hardest(ids[image], pairs, sims[1], own))
+    return _joined([*parts["i2t"], *parts["t2i"]])
+
+
+def _joined(parts: Sequence[Hardest]) -> Hardest:
+    columns = zip(*((p.image_ids, p.pair_ids, p.sims, p.recorded) for p in parts), strict=True)
+    return Hardest(*(np.concatenate(column) for column in columns))
+
+
+def hardest_in_batch(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The hardest negatives of one batch.
+
+    Args:
+        images, texts: (b, d) float32, b >= 2; row r of both is one pair.
+
+    Returns:
+        For every image the row of its hardest text, (b,) int64; for every text the row of its hardest image, (b,)
+        int64; and their similarities, (2, b) float32.
+    """
+    sim_i2t = images @ texts.T
+    np.fill_diagonal(sim_i2t, -np.inf)
+    return sim_i2t.argmax(axis=1), sim_i2t.argmax(axis=0), np.stack([sim_i2t.max(axis=1), sim_i2t.max(axis=0)])
+
+
+def _row(hardest: Hardest, space: SearchSpace | None, config: AuditConfig, judges: Mapping[str, Judge]) -> AuditRow:
+    return AuditRow(
+        sampling="random" if space is None else "grit",
+        search_space=space,
+        batches=len(hardest.sims) // (2 * config.batch_size),
+        hardest=len(hardest.sims),
+        mean=float(hardest.sims.mean()),
+        quantiles=_quantiles(hardest.sims),
+        above_recorded=float((hardest.sims > hardest.recorded).mean()),
+        judged={name: _share(judge(hardest.image_ids, hardest.pair_ids)) for name, judge in judges.items()},
+        histogram=_histogram(hardest.sims),
+    )
+
+
+def _share(verdicts: np.ndarray) -> float | None:
+    known = verdicts[~np.isnan(verdicts)]
+    return float(known.mean()) if len(known) else None
+
+
+def _quantiles(sims: np.ndarray) -> dict[str, float]:
+    return {f"p{q}": float(value) for q, value in zip(_QUANTILES, np.percentile(sims, _QUANTILES), strict=True)}
+
+
+def _histogram(sims: np.ndarray) -> list[int]:
+    counts: list[int] = np.histogram(np.clip(sims, -1, 1), _BINS)[0].tolist()
+    return counts

@@ -1,0 +1,79 @@
+"""The audit as a picture: the distribution of hardest in-batch similarities, by search space."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+from pathlib import Path
+
+import numpy as np
+
+from fnpipe.mining.views.audit import Audit
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files.destination import destination
+
+FORMATS = (".png", ".html")
+
+
+def check_plot_path(path: str) -> Path:
+    """The path, if a plot can be written there in the format its ending names."""
+    if Path(path).suffix not in FORMATS:
+        raise InputError(f"--plot {path}: the name must end in {' or '.join(FORMATS)}")
+    return destination(path)
+
+
+def write_plot(audit: Audit, path: Path) -> None:
+    """Write the plot as ``.png``, or as a page that needs no other file (``.html``)."""
+    png = _png(audit)
+    atomic.write_bytes(path, png if path.suffix == ".png" else _page(audit, png).encode())
+
+
+def _png(audit: Audit) -> bytes:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    centres = np.linspace(-1, 1, len(audit.rows[0].histogram) + 1)
+    centres = (centres[:-1] + centres[1:]) / 2
+    curves = {"recorded pairs": audit.recorded["histogram"]}
+    curves |= {label(row.sampling, row.search_space): row.histogram for row in audit.rows}
+    seen = np.zeros(len(centres), bool)
+    for name, counts in curves.items():
+        share = np.array(counts) / sum(counts)
+        seen |= share > 0
+        axes.plot(centres, share, label=name, linestyle="--" if name == "recorded pairs" else "-")
+    axes.set_xlim(centres[seen].min() - 0.02, centres[seen].max() + 0.02)
+    axes.set_xlabel("image-text similarity of the hardest in-batch negative")
+    axes.set_ylabel("share")
+    axes.set_title(f"{audit.embeddings}: batches of {audit.batch_size} of {audit.images:,} images")
+    axes.legend(fontsize="small")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()
+
+
+def label(sampling: str, search_space: int | str | None) -> str:
+    """How a row is called: ``random``, or ``grit`` with its search space."""
+    return sampling if search_space is None else f"{sampling} M = {search_space}"
+
+
+def _page(audit: Audit, png: bytes) -> str:
+    judges = list(audit.rows[0].judged)
+    head = "".join(f"<th>{html.escape(c)}</th>" for c in ("batches", "mean", "median", "above recorded", *judges))
+    body = ""
+    for row in audit.rows:
+        shares = [row.above_recorded, *(row.judged[judge] for judge in judges)]
+        cells = [f"{row.mean:.3f}", f"{row.quantiles['p50']:.3f}"]
+        cells += ["" if share is None else f"{share:.2%}" for share in shares]
+        name = html.escape(label(row.sampling, row.search_space))
+        body += f"<tr><td>{name}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>\n"
+    picture = base64.b64encode(png).decode()
+    return (
+        '<!doctype html><meta charset="utf-8"><title>fnpipe audit</title>\n'
+        "<style>body{font-family:sans-serif}td,th{padding:2px 12px;text-align:right}</style>\n"
+        f"<h1>Hardest in-batch negatives: {html.escape(audit.embeddings)}</h1>\n"
+        f'<img alt="distribution of similarities" src="data:image/png;base64,{picture}">\n'
+        f"<table><tr>{head}</tr>\n{body}</table>\n"
+    )

@@ -1,0 +1,277 @@
+"""One self-contained HTML page of mined connections: pictures, what is recorded of them, and what was found.
+
+The page is `gallery.html` with three holes: the data as JSON, and the digests under which a browser runs the page's
+own script and nothing else. Captions and names reach the page as JSON and are set as text, never as markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from PIL import Image
+
+from fnpipe.mining.data.truth import Truth
+from fnpipe.mining.edges.reader import (
+    AMBIGUOUS,
+    IDENTITY,
+    POSITIVE,
+    SOURCES,
+    EdgesInfo,
+    codes_in,
+    edge_parts,
+    labels_of,
+    read_part,
+)
+from fnpipe.mining.views.accuracy import EdgeAccuracy, stage_against_truth
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files.destination import destination
+from fnpipe.pipeline.files.ranges import read_ranges
+from fnpipe.pipeline.images.decode import MAX_PIXELS, decode_or_none
+from fnpipe.pipeline.workspace.record import Stage
+from fnpipe.pipeline.workspace.workspace import Workspace
+
+TEMPLATE = Path(__file__).with_name("gallery.html")
+MAX_EDGES = 10_000
+THUMBNAIL = 160
+MOST_CONNECTED = 12
+TOP_CAPTIONS = 10
+THREADS = 4
+
+# The kinds of connection that the page shows, and the share of the room that each may take before others lend it.
+_SHARES = {"positive": 0.6, "ambiguous": 0.25, "identity": 0.15}
+# Their labels and sources.
+_DESCRIBED = {
+    "positive": ("positive", "discriminator"),
+    "ambiguous": ("ambiguous", "discriminator"),
+    "identity": ("positive", "identity"),
+}
+
+
+@dataclass(frozen=True)
+class GallerySummary:
+    """What went onto the page, of what there is."""
+
+    path: str
+    shown: int
+    connections: int
+    images: int
+    size_bytes: int
+
+
+def write_gallery(
+    workspace: Workspace,
+    edges: Stage,
+    path: str | Path,
+    truth: Truth | None = None,
+    *,
+    label: str | None = None,
+    source: str | None = None,
+    thresholds: tuple[float, float] | None = None,
+    max_edges: int = MAX_EDGES,
+) -> GallerySummary:
+    """Write the page of finished edges.
+
+    Positive, ambiguous and identity edges are shown; of more than ``max_edges``, every n-th in the order of p, so that
+    what is seen is as good or bad as what is there. The figures on top are of all edges.
+
+    Args:
+        label, source: only these; None for all that was found. Identity edges are positive.
+        truth: marks every connection as true or false, and adds precision and recall.
+        thresholds: (low, high) to label by instead of the stored labels.
+
+    Raises:
+        InputError: no connection has this label and source: they would be negative, or identical and ambiguous.
+    """
+    target, info = destination(path), EdgesInfo.read(edges)
+    kinds = {
+        kind
+        for kind, described in _DESCRIBED.items()
+        if label in (None, described[0]) and source in (None, described[1])
+    }
+    if not kinds:
+        asked = " ".join(f"--{name} {value}" for name, value in (("label", label), ("source", source)) if value)
+        raise InputError(f"{path}: the page shows what was found, and nothing that was is {asked}; leave that out")
+    found = {
+        kind: table if kind in kinds else table.slice(0, 0)
+        for kind, table in _read_connections(edges, thresholds).items()
+    }
+    chosen = {
+        kind: _evenly(table, size) for (kind, table), size in zip(found.items(), _room(found, max_edges), strict=True)
+    }
+    accuracy = stage_against_truth(edges, truth, thresholds) if truth is not None else None
+    images = _images(workspace, chosen, truth)
+    data: dict[str, Any] = {
+        "workspace": workspace.root.resolve().name,
+        "edges": info.name,
+        "discriminator": info.kind,
+        "tau": list(thresholds or (info.tau_low, info.tau_high)),
+        "counts": {kind: len(table) for kind, table in found.items()},
+        "judgements": info.judgements,
+        "histogram": list(info.histogram),
+        "total": sum(len(table) for table in found.values()),
+        "shown": sum(len(table) for table in chosen.values()),
+        "truth": _accuracy_figures(accuracy),
+        "topImages": _most_connected_images(workspace, found, images),
+        "topCaptions": _most_connected_captions(found),
+        "images": images,
+    }
+    page = render_page(data)
+    atomic.write_bytes(target, page)
+    return GallerySummary(str(path), data["shown"], data["total"], len(images), len(page))
+
+
+def render_page(data: dict[str, Any]) -> bytes:
+    """The template with its data, and a policy that lets nothing load and nothing run but the template's script."""
+    template = TEMPLATE.read_text(encoding="utf-8")
+    digests = {
+        name: base64.b64encode(hashlib.sha256(_element(template, name).encode()).digest()).decode()
+        for name in ("style", "script")
+    }
+    page = template.replace("SCRIPT-DIGEST", digests["script"]).replace("STYLE-DIGEST", digests["style"])
+    return page.replace("GALLERY-DATA", embeddable(data)).encode()
+
+
+def embeddable(data: Any) -> str:
+    """JSON that cannot end the element it stands in, whatever its strings say."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    for character in "<>&\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    # A lone surrogate, which some file names hold, has no UTF-8 form.
+    return re.sub(r"[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _element(template: str, name: str) -> str:
+    match = re.search(rf"<{name}>(.*?)</{name}>", template, re.DOTALL)
+    assert match is not None, name
+    return match[1]
+
+
+def _read_connections(edges: Stage, thresholds: tuple[float, float] | None) -> dict[str, pa.Table]:
+    """Everything that is not negative, by kind, most probable first."""
+    columns = ["image_id", "pair_id", "caption", "similarity", "match_probability", "label", "source"]
+    parts = []
+    for path in edge_parts(edges):
+        table = read_part(edges, path, columns)
+        label, identical = labels_of(table, thresholds), codes_in(table["source"], SOURCES) == IDENTITY
+        kind = np.where(identical, 2, np.where(label == POSITIVE, 0, np.where(label == AMBIGUOUS, 1, -1)))
+        table = table.drop_columns(["label", "source"]).append_column("kind", pa.array(kind, pa.int8()))
+        parts.append(table.filter(pc.greater_equal(table["kind"], 0)))
+    everything = pa.concat_tables(parts)
+    by_p = [("match_probability", "descending"), ("image_id", "ascending"), ("pair_id", "ascending")]
+    return {
+        name: everything.filter(pc.equal(everything["kind"], code)).sort_by(by_p) for code, name in enumerate(_SHARES)
+    }
+
+
+def _room(found: dict[str, pa.Table], room: int) -> list[int]:
+    """How many of each kind to show: its share, and more where another kind leaves room."""
+    sizes = [len(table) for table in found.values()]
+    given = [min(size, int(room * share)) for size, share in zip(sizes, _SHARES.values(), strict=True)]
+    for at, size in enumerate(sizes):
+        given[at] += min(size - given[at], room - sum(given))
+    return given
+
+
+def _evenly(table: pa.Table, count: int) -> pa.Table:
+    """``count`` rows spread evenly over the table."""
+    rows = np.linspace(0, max(len(table) - 1, 0), count).round().astype(np.int64)
+    return table.take(pa.array(np.unique(rows) if len(table) else rows[:0]))
+
+
+def _images(workspace: Workspace, chosen: dict[str, pa.Table], truth: Truth | None) -> list[dict[str, Any]]:
+    """The images of the chosen connections, in image_id order, each with its thumbnail, records and connections."""
+    table = pa.concat_tables(chosen.values())
+    image_ids, pair_ids = table["image_id"].to_numpy(), table["pair_id"].to_numpy()
+    true = truth.matches(image_ids, pair_ids) if truth is not None else None
+    columns = [table[name].to_pylist() for name in ("kind", "caption", "match_probability", "similarity")]
+    connections: dict[int, dict[tuple[Any, ...], list[Any]]] = {}
+    for row, (kind, caption, p, similarity) in enumerate(zip(*columns, strict=True)):
+        mark = None if true is None else int(true[row])
+        # Pairs of equal captions are one line on the page, with their number.
+        same = connections.setdefault(int(image_ids[row]), {})
+        entry = same.setdefault((kind, caption, mark), [kind, caption, round(p, 4), round(similarity, 4), mark, 0])
+        entry[5] += 1
+    wanted = np.unique(image_ids)
+    out = []
+    for image_id, name, recorded, source in _records(workspace, wanted):
+        found = list(connections[image_id].values())
+        out.append({"id": image_id, "name": name, "recorded": recorded, "src": source, "found": found})
+    return out
+
+
+def _records(workspace: Workspace, wanted: np.ndarray) -> list[tuple[int, str, list[str], str]]:
+    """Name, recorded captions and thumbnail of the images ``wanted`` (ascending), shard by shard."""
+    out = []
+    for shard in np.unique(workspace.shards_of(wanted)).tolist():
+        pairs = workspace.read_pairs(["image_id", "caption", "image_offset", "image_size"], shard=shard)
+        pairs = pairs.filter(pc.is_in(pairs["image_id"], pa.array(wanted)))
+        names = workspace.read_images(["image"], shard=shard)["image"]
+        first_image = int(workspace.image_starts[shard])
+        captions: dict[int, list[str]] = {}
+        ranges: dict[int, tuple[int, int]] = {}
+        for image_id, caption, offset, size in zip(*(column.to_pylist() for column in pairs.columns), strict=True):
+            captions.setdefault(image_id, []).append(caption)
+            ranges[image_id] = (offset, size)
+        offsets, sizes = zip(*ranges.values(), strict=True)
+        pictures = read_ranges([workspace.tar(shard)] * len(ranges), offsets, sizes)
+        with ThreadPoolExecutor(THREADS) as pool:
+            thumbnails = pool.map(partial(thumbnail, max_pixels=workspace.max_pixels), pictures)
+        for (image_id, texts), small in zip(captions.items(), thumbnails, strict=True):
+            out.append((image_id, names[image_id - first_image].as_py(), texts, small))
+    return out
+
+
+def thumbnail(data: bytes, *, max_pixels: int = MAX_PIXELS) -> str:
+    """The picture, at most 160 pixels wide and high, as a ``data:`` address; empty where it does not decode."""
+    rgb = decode_or_none(data, max_pixels=max_pixels)
+    if rgb is None:
+        return ""
+    image = Image.fromarray(rgb)
+    image.thumbnail((THUMBNAIL, THUMBNAIL), reducing_gap=2.0)
+    buffer = io.BytesIO()
+    # Half of JPEG's bytes at this size, where its tables weigh as much as the picture.
+    image.save(buffer, "WEBP", quality=72, method=2)
+    return "data:image/webp;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def _most_connected_images(
+    workspace: Workspace, found: dict[str, pa.Table], images: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The images with the most new positives: name, count, and thumbnail."""
+    ids, counts = np.unique(found["positive"]["image_id"].to_numpy(), return_counts=True)
+    best = np.lexsort((ids, -counts))[:MOST_CONNECTED]
+    shown = {image["id"]: image for image in images}
+    missing = np.sort(ids[best][~np.isin(ids[best], list(shown))])
+    extra = {image_id: {"name": name, "src": src} for image_id, name, _, src in _records(workspace, missing)}
+    out = []
+    for image_id, count in zip(ids[best].tolist(), counts[best].tolist(), strict=True):
+        image = shown.get(image_id) or extra[image_id]
+        out.append({"name": image["name"], "src": image["src"], "count": count})
+    return out
+
+
+def _most_connected_captions(found: dict[str, pa.Table]) -> list[dict[str, Any]]:
+    counts = pc.value_counts(found["positive"]["caption"])
+    rows = [(entry["counts"], entry["values"]) for entry in counts.to_pylist()]
+    rows.sort(key=lambda row: (-row[0], row[1]))
+    return [{"caption": caption, "count": count} for count, caption in rows[:TOP_CAPTIONS]]
+
+
+def _accuracy_figures(accuracy: EdgeAccuracy | None) -> dict[str, Any] | None:
+    if accuracy is None:
+        return None
+    names = ("precision", "recall", "average_precision", "ece", "identity_precision", "judged", "true")
+    return {name: getattr(accuracy, name) for name in names}

@@ -1,0 +1,155 @@
+"""Looking at edges row by row: the most probable ones of a label, with what the data set records of their images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from fnpipe.mining.data.identity import codes_of
+from fnpipe.mining.data.truth import Truth
+from fnpipe.mining.edges.reader import (
+    DISCRIMINATOR,
+    IDENTITY,
+    LABELS,
+    SOURCES,
+    EdgesInfo,
+    codes_in,
+    edge_parts,
+    labels_of,
+    read_part,
+)
+from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.workspace.record import Stage
+
+_COLUMNS = ["image_id", "pair_id", "caption", "similarity", "match_probability", "label", "source"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InspectConfig:
+    """Which edges to list, and how to see them.
+
+    Attributes:
+        label, source: only these; None for all. limit: rows, the most probable first, judged ones before identical.
+        tau_low, tau_high: label by these instead of the stored labels; what is stored does not change.
+    """
+
+    label: str | None = None
+    source: str | None = None
+    limit: int = 20
+    tau_low: float | None = None
+    tau_high: float | None = None
+
+    def __post_init__(self) -> None:
+        for flag, value, known in (("--label", self.label, LABELS), ("--source", self.source, SOURCES)):
+            if value is not None and value not in known:
+                raise InputError(f"{flag} {value}: one of {', '.join(known)}{nearest(value, list(known))}")
+        if self.limit < 1:
+            raise InputError(f"--limit {self.limit}: at least 1")
+
+    def thresholds(self, stage: Stage) -> tuple[float, float] | None:
+        """As `EdgesInfo.other_thresholds`."""
+        return EdgesInfo.read(stage).other_thresholds(self.tau_low, self.tau_high)
+
+
+@dataclass(frozen=True)
+class EdgeRow:
+    """One edge for people, or several of an image with pairs of equal captions: that of the highest p stands for them.
+
+    Attributes:
+        pairs: how many these are. true: None without a truth file.
+    """
+
+    image_id: int
+    pair_id: int
+    image: str
+    recorded: list[str]
+    caption: str
+    pairs: int
+    match_probability: float
+    similarity: float
+    label: str
+    source: str
+    true: bool | None
+
+
+@dataclass(frozen=True)
+class EdgeView:
+    """The rows asked for, how many there were to choose from, and all edges by label under the view's thresholds."""
+
+    rows: list[EdgeRow]
+    matching: int
+    labels: dict[str, int]
+
+
+def inspect_edges(stage: Stage, config: InspectConfig, truth: Truth | None = None) -> EdgeView:
+    """Select edges, a part at a time; what is held is ``limit`` rows."""
+    stage.require()
+    thresholds = config.thresholds(stage)
+    counts, matching = np.zeros(len(LABELS), np.int64), 0
+    best: pa.Table | None = None
+    for path in edge_parts(stage):
+        table = read_part(stage, path, _COLUMNS)
+        labels, sources = labels_of(table, thresholds), codes_in(table["source"], SOURCES)
+        counts += np.bincount(labels, minlength=len(LABELS))
+        wanted = np.ones(len(table), bool)
+        if config.label is not None:
+            wanted &= labels == LABELS.index(config.label)
+        if config.source is not None:
+            wanted &= sources == SOURCES.index(config.source)
+        matching += int(wanted.sum())
+        table = table.drop_columns(["label", "source"]).append_column("label", pa.array(labels, pa.int8()))
+        table = table.append_column("judged", pa.array((sources == DISCRIMINATOR).astype(np.int8)))
+        # All edges of an image are in one part.
+        part = _by_caption(table.filter(pa.array(wanted)))
+        best = _most_probable(part if best is None else pa.concat_tables([best, part]), config.limit)
+    rows = [] if best is None else _rows(stage, best, truth)
+    return EdgeView(rows, matching, dict(zip(LABELS, counts.tolist(), strict=True)))
+
+
+def _most_probable(table: pa.Table, limit: int | None = None) -> pa.Table:
+    order = [("judged", "descending"), ("match_probability", "descending"), ("image_id", "ascending")]
+    return table.sort_by([*order, ("pair_id", "ascending")]).slice(0, limit)
+
+
+def _by_caption(table: pa.Table) -> pa.Table:
+    """One row for every image and caption, the most probable of them, with their number in the column ``pairs``."""
+    table = _most_probable(table)
+    captions = codes_of(pc.utf8_trim_whitespace(table["caption"]))
+    keys = table["image_id"].to_numpy() * (captions.max(initial=0) + 1) + captions
+    _, first, counts = np.unique(keys, return_index=True, return_counts=True)
+    return table.take(pa.array(first)).append_column("pairs", pa.array(counts))
+
+
+def _rows(stage: Stage, table: pa.Table, truth: Truth | None) -> list[EdgeRow]:
+    workspace = stage.workspace
+    image_of: dict[int, str] = {}
+    recorded: dict[int, list[str]] = {}
+    ids = table["image_id"].to_numpy()
+    for shard in np.unique(workspace.shards_of(ids)).tolist():
+        pairs = workspace.read_pairs(["image_id", "caption"], shard=shard)
+        pairs = pairs.filter(pc.is_in(pairs["image_id"], pa.array(ids)))
+        for image_id, caption in zip(pairs["image_id"].to_pylist(), pairs["caption"].to_pylist(), strict=True):
+            recorded.setdefault(image_id, []).append(caption)
+        images = workspace.read_images(["image_id", "image"], shard=shard)
+        images = images.filter(pc.is_in(images["image_id"], pa.array(ids)))
+        image_of |= zip(images["image_id"].to_pylist(), images["image"].to_pylist(), strict=True)
+    true = None if truth is None else truth.matches(ids, table["pair_id"].to_numpy())
+    return [
+        EdgeRow(
+            image_id=row["image_id"],
+            pair_id=row["pair_id"],
+            image=image_of[row["image_id"]],
+            recorded=recorded[row["image_id"]],
+            caption=row["caption"],
+            pairs=row["pairs"],
+            match_probability=row["match_probability"],
+            similarity=row["similarity"],
+            label=LABELS[row["label"]],
+            source=SOURCES[DISCRIMINATOR if row["judged"] else IDENTITY],
+            true=None if true is None else bool(true[at]),
+        )
+        for at, row in enumerate(table.to_pylist())
+    ]

@@ -1,0 +1,329 @@
+"""Sharding: sources of any form become WebDataset tars in a seeded order, a table of pairs, and a quarantine.
+
+The parent reads the sources into one Arrow table of rows, puts its images in order and cuts them into shards. Workers
+make one shard each, from the rows in a mapped file. A last pass gives the ids. Every step leaves whole files, so that
+a killed run goes on where it stopped and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files.ranges import is_remote
+from fnpipe.pipeline.files.text import absolute
+from fnpipe.pipeline.images.decode import MAX_PIXELS
+from fnpipe.pipeline.machine.processes import Workers, available_cpus
+from fnpipe.pipeline.machine.progress import progress
+from fnpipe.pipeline.shard.assign_ids import total_tally, write_quarantine, write_tables
+from fnpipe.pipeline.shard.layout import Plan, read_sources
+from fnpipe.pipeline.shard.resume import alone, begin, clear, describe_input, inputs_unchanged, require_room
+from fnpipe.pipeline.shard.write_shard import PARTS, Job, Tally, make_part, part_path, read_tar_facts, shard_name
+from fnpipe.pipeline.sources.huggingface import pin
+from fnpipe.pipeline.sources.open import open_sources
+from fnpipe.pipeline.sources.source import ReadOptions, Source
+from fnpipe.pipeline.sources.texts import require_way
+from fnpipe.pipeline.workspace.record import FORMAT_VERSION
+from fnpipe.pipeline.workspace.sharded_tars import describe_in_place
+from fnpipe.pipeline.workspace.workspace import MANIFEST
+
+_USUAL_SPLITS = ("train", "val", "validation", "dev", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardConfig:
+    """How `fnpipe shard` works: one field per flag.
+
+    Attributes:
+        captions: what a text stands for, one of `texts.WAYS`; None: one caption.
+        holdout: a share of the pictures below 1, or their number, drawn as the split ``test``.
+        shuffle_captions: a share of the train pairs that get each other's captions, for experiments with noisy data;
+            ``shuffled.parquet`` lists them, and the tars keep what the source says.
+        shards: an fsspec URL for the tars; None puts them into the workspace.
+        in_place: index existing tars where they lie; ``verify`` then decodes every image instead of reading headers.
+    """
+
+    format: str = "auto"
+    image_root: str | None = None
+    image_column: str | None = None
+    caption_column: str | None = None
+    captions: str | None = None
+    header: bool = True
+    split: str | None = None
+    holdout: float | None = None
+    shuffle_captions: float | None = None
+    max_pixels: int = MAX_PIXELS
+    images_per_shard: int = 1000
+    resize: int | None = None
+    seed: int = 0
+    in_place: bool = False
+    verify: bool = False
+    follow_links: bool = False
+    shards: str | None = None
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("--max-pixels", self.max_pixels),
+            ("--images-per-shard", self.images_per_shard),
+            ("--resize", self.resize),
+            ("--workers", self.workers),
+        ):
+            if value is not None and value < 1:
+                raise InputError(f"{name} {value}: at least 1")
+        require_way(self.captions)
+        if self.holdout is not None and (not self.holdout > 0 or (self.holdout > 1 and self.holdout % 1)):
+            raise InputError(f"--holdout {self.holdout:g}: a share between 0 and 1, or a whole number of pictures")
+        if self.shuffle_captions is not None and not 0 < self.shuffle_captions <= 1:
+            raise InputError(f"--shuffle-captions {self.shuffle_captions:g}: a share above 0, at most 1")
+        if not 0 <= self.seed < 1 << 63:
+            raise InputError(f"--seed {self.seed}: from 0 to 2^63 - 1")
+        if self.verify and not self.in_place:
+            raise InputError("--verify goes with --in-place; without it every image is decoded anyway")
+        if self.in_place and (self.resize is not None or self.shards is not None):
+            raise InputError("--in-place copies nothing, so it takes neither --resize nor --shards")
+
+    def params(self) -> dict[str, Any]:
+        """Everything that changes the bytes of the result."""
+        return {name: value for name, value in asdict(self).items() if name != "workers"}
+
+    def read_options(self) -> ReadOptions:
+        return ReadOptions(
+            image_root=self.image_root,
+            image_column=self.image_column,
+            caption_column=self.caption_column,
+            captions=self.captions,
+            header=self.header,
+            split=self.split,
+        )
+
+
+def shard(sources: Sequence[str], workspace: str, config: ShardConfig, *, overwrite: bool = False) -> dict[str, Any]:
+    """Turn ``sources`` into the shards and tables of ``workspace``, or finish what a killed run began.
+
+    Returns:
+        A summary: rows read, kept and quarantined by reason, images, pairs, shards, splits, notes, seconds.
+
+    Raises:
+        InputError: a source cannot be read as its form, nothing of it is kept, or the workspace was begun otherwise.
+    """
+    started = time.monotonic()
+    root = Path(workspace)
+    opened = open_sources(sources, config.format, header=config.header)
+    require_room(root, opened, config.shards)
+    begun = {
+        "format": FORMAT_VERSION,
+        "complete": False,
+        "seed": config.seed,
+        "sources": [{"name": source.name, "format": source.format, "path": absolute(source.path)} for source in opened],
+        "params": config.params(),
+    }
+    with alone(root):
+        before = begin(root, begun, overwrite=overwrite)
+        if before.get("complete") and inputs_unchanged(before["inputs"]):
+            return _finished_before(root, before)
+        try:
+            manifest = _run(root, opened, config, before, begun)
+        except InputError:
+            if not before:
+                clear(root)
+            raise
+        except _NothingKept as nothing:
+            clear(root)
+            raise InputError(str(nothing)) from None
+    seconds = round(time.monotonic() - started, 3)
+    if before.get("complete"):
+        return {**_finished_before(root, manifest), "seconds": seconds}
+    return {**summary_of(root, manifest), "already_finished": False, "seconds": seconds}
+
+
+def _finished_before(root: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """The summary of a sharding that is run again: only the tables of the sources are looked at, not the pictures."""
+    summary = summary_of(root, manifest)
+    left_out = sum(manifest["counts"].get("quarantined", {}).values())
+    again = [f"{left_out:,} rows were left out; if their files are there now, --overwrite reads them again"]
+    return {**summary, "already_finished": True, "notes": [*summary["notes"], *(again if left_out else [])]}
+
+
+def summary_of(root: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """What a finished manifest says, in the words of the command's output."""
+    return {
+        "workspace": str(root),
+        "sources": manifest["sources"],
+        "captions_dropped": 0,
+        **manifest["counts"],
+        "images": sum(manifest["images_per_shard"]),
+        "pairs": sum(manifest["pairs_per_shard"]),
+        "shards": len(manifest["shards"]),
+        "splits": manifest["splits"],
+        "notes": manifest.get("notes", []),
+    }
+
+
+class _NothingKept(Exception):
+    """A source of which no row was kept: most likely a wrong flag, so what was made must not stand in the way."""
+
+
+def _run(
+    root: Path, sources: list[Source], config: ShardConfig, before: dict[str, Any], begun: dict[str, Any]
+) -> dict[str, Any]:
+    """Read, cut, make and finish; ``before`` is the manifest that an earlier run left, or empty."""
+    parts = root / PARTS
+    _pin(sources, before, begun)
+    with Workers(config.workers or available_cpus()) as workers:
+        plan = read_sources(sources, config.read_options(), workers, parts / "spool", in_place=config.in_place)
+        if config.in_place:
+            plan.cut_by_tar()
+        else:
+            plan.cut_by_order(config.seed, config.images_per_shard)
+        if config.holdout is not None and config.holdout >= max(plan.n_images, 1):
+            raise InputError(
+                f"--holdout {config.holdout:g}: there are {plan.n_images:,} images; leave some to train on"
+            )
+        digest = plan.write(parts)
+        if before.get("rows_digest", digest) != digest:
+            if before.get("complete"):
+                shutil.rmtree(parts)
+            raise InputError(f"{root}: the sources have changed since it was begun; --overwrite starts afresh")
+        if before.get("complete"):
+            shutil.rmtree(parts)
+            return before
+        begun = {**begun, "rows_digest": digest, "shards_planned": plan.n_shards}
+        atomic.write_json(root / MANIFEST, begun)
+        job = _job(root, sources, config)
+        job.write(parts)
+        if job.shards is not None and not is_remote(job.shards):
+            atomic.sweep(Path(job.shards))
+        _make_parts(parts, hashlib.sha256(f"{digest} {job}".encode()).hexdigest(), plan, workers)
+    manifest = _finish(root, parts, plan, config, begun)
+    atomic.write_json(root / MANIFEST, manifest)
+    shutil.rmtree(parts)
+    return manifest
+
+
+def _pin(sources: list[Source], before: dict[str, Any], begun: dict[str, Any]) -> None:
+    """Settle which revisions are read of sources that have them: those that the run began with."""
+    for number, source in enumerate(sources):
+        source.revision = before["sources"][number].get("revision") if before else None
+        pin(source)
+        if source.revision is not None:
+            begun["sources"][number]["revision"] = source.revision
+
+
+def _job(root: Path, sources: list[Source], config: ShardConfig) -> Job:
+    shards = absolute(config.shards or str(root / "shards"))
+    return Job(
+        names=[source.name for source in sources],
+        roots=[absolute(source.root) for source in sources],
+        files=[[absolute(file) for file in source.files] for source in sources],
+        shards=None if config.in_place else shards,
+        verify=config.verify or not config.in_place,
+        max_pixels=config.max_pixels,
+        resize=config.resize,
+        follow_links=config.follow_links,
+        seed=config.seed,
+    )
+
+
+def _make_parts(parts: Path, token: str, plan: Plan, workers: Workers) -> None:
+    pending = [shard for shard in range(plan.n_shards) if not part_path(parts, shard).exists()]
+    tasks = [(str(parts.absolute()), token, shard) for shard in pending]
+    with progress("shard", plan.images_in(pending), "images") as advance:
+        for images in workers.map(make_part, tasks):
+            advance(images)
+
+
+def _finish(root: Path, parts: Path, plan: Plan, config: ShardConfig, begun: dict[str, Any]) -> dict[str, Any]:
+    tally = total_tally(parts, plan.n_shards)
+    names = [source.name for source in plan.sources]
+    quarantined = write_quarantine(root, parts, plan.n_shards, plan.bad, names)
+    _require_something_kept(root, plan, tally)
+    tables = write_tables(
+        root,
+        parts,
+        plan.n_shards,
+        holdout=config.holdout,
+        shuffle=config.shuffle_captions,
+        seed=config.seed,
+        in_place=config.in_place,
+    )
+    for number, source in enumerate(begun["sources"]):
+        source.update(rows=plan.per_source[number], kept=tally.kept[number])
+    return {
+        **begun,
+        "complete": True,
+        "counts": {
+            "rows": sum(plan.per_source),
+            "kept": tally.kept.total(),
+            "quarantined": quarantined,
+            "captions_dropped": tally.captions_dropped,
+            **({} if tables.shuffled is None else {"shuffled": tables.shuffled}),
+        },
+        "notes": [note for source in plan.sources for note in source.notes]
+        + _untrained(tables.splits)
+        + _straddling(tables.straddling)
+        + tables.notes,
+        "shards": [_shard_url(plan, config, shard) for shard in tables.shards],
+        "tars": [
+            describe_in_place(plan.tar_of(shard)) if config.in_place else read_tar_facts(parts, shard)
+            for shard in tables.shards
+        ],
+        "images_per_shard": tables.images,
+        "pairs_per_shard": tables.pairs,
+        "splits": dict(sorted(tables.splits.items())),
+        "digest": tables.digest,
+        "outputs": tables.outputs,
+        "inputs": [describe_input(path) for source in plan.sources for path in source.inputs],
+    }
+
+
+def _untrained(splits: Counter[str]) -> list[str]:
+    """Notes on splits like Karpathy's ``restval``, neither trained on nor held out, and where nothing is trained on."""
+    notes = [] if "train" in splits else [f"no pair is in the split 'train': all are in {', '.join(sorted(splits))}"]
+    return notes + [
+        f"{count:,} pairs are in the split {name!r}, which training leaves out"
+        for name, count in sorted(splits.items())
+        if name not in _USUAL_SPLITS
+    ]
+
+
+def _straddling(pictures: Counter[tuple[str, ...]]) -> list[str]:
+    """A note on pictures of which copies are trained on and others evaluated."""
+    return [
+        f"{count:,} pictures stand in the splits {' and '.join(names)} at once (equal bytes)"
+        for names, count in sorted(pictures.items())
+    ]
+
+
+def _shard_url(plan: Plan, config: ShardConfig, shard: int) -> str:
+    if config.in_place:
+        return plan.tar_of(shard)
+    if config.shards is not None:
+        return f"{absolute(config.shards).rstrip('/')}/{shard_name(shard)}"
+    return f"shards/{shard_name(shard)}"
+
+
+def _require_something_kept(root: Path, plan: Plan, tally: Tally) -> None:
+    for number, source in enumerate(plan.sources):
+        if tally.kept[number]:
+            continue
+        table = atomic.read_table(root / "quarantine.parquet")
+        table = table.filter(pc.equal(table["source"], source.name))
+        reasons = Counter(table["reason"].to_pylist())
+        first = table.slice(0, 1).to_pylist()[0]
+        hint = "; is --image-root right?" if first["reason"] in ("missing-file", "path-escape") else ""
+        raise _NothingKept(
+            f"{source.path}: none of its {plan.per_source[number]:,} rows can be kept "
+            f"({', '.join(f'{count:,} {reason}' for reason, count in reasons.most_common())}); "
+            f"the first: {first['detail']}{hint}"
+        )

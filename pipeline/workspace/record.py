@@ -1,0 +1,348 @@
+"""Stages: the directories that the commands after ``shard`` fill, and the record of what was made from what.
+
+A stage's ``meta.json`` says with which parameters and from which inputs (by digest) it was made. That record carries
+three laws: a finished stage run again changes nothing, a stage is never continued with other parameters, and a stage
+whose inputs have changed since is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files import atomic, lock
+from fnpipe.pipeline.files.digests import content_digests, digest_listed
+from fnpipe.pipeline.made_by import MADE_BY
+
+if TYPE_CHECKING:
+    from fnpipe.pipeline.workspace.workspace import Workspace
+
+# Of ``fnpipe.json`` and of every ``meta.json``.
+FORMAT_VERSION = 1
+META = "meta.json"
+RUN_CONFIG = "config.json"
+# Programs that read a folder as one table pass over names that begin with an underscore.
+_META_OF = {"edges": "_meta.json", "runs": RUN_CONFIG}
+LOCK = ".lock"
+
+_META_KEYS: dict[str, type] = {"params": dict, "inputs": dict, "digest": str}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One directory of the workspace, filled by one stage, described by its ``meta.json``."""
+
+    workspace: Workspace
+    name: str
+
+    @property
+    def path(self) -> Path:
+        return self.workspace.root / self.name
+
+    @property
+    def kind(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def command(self) -> str:
+        return f"fnpipe {MADE_BY.get(self.kind, self.name)}"
+
+    @property
+    def record(self) -> Path:
+        """Where the stage's record is, or will be: ``meta.json``, in 0.1.0 for edges too, which now have a name of
+        their own for it."""
+        path = self.path / _META_OF.get(self.kind, META)
+        return path if path.exists() or not (self.path / META).exists() else self.path / META
+
+    def meta(self) -> dict[str, Any] | None:
+        """What the record says, or None where the stage was never begun.
+
+        Raises:
+            InputError: it is damaged.
+        """
+        meta = read_object(self.record)
+        if meta is not None:
+            for key in _META_KEYS if meta.get("complete") else ("params", "inputs"):
+                if not isinstance(meta.get(key), _META_KEYS[key]):
+                    raise InputError(f"{self.record}: damaged (no {key!r}); run `{self.command}` with --overwrite")
+        return meta
+
+    def write_meta(self, meta: Mapping[str, Any]) -> None:
+        """Write the record, in the place of one that 0.1.0 left elsewhere."""
+        path = self.path / _META_OF.get(self.kind, META)
+        atomic.write_json(path, meta)
+        if path.name != META:
+            (self.path / META).unlink(missing_ok=True)
+
+    @property
+    def digest(self) -> str:
+        """The digest of what the finished stage holds: equal bytes, equal digest."""
+        meta = self.meta()
+        if meta is None or not meta.get("complete"):
+            raise InputError(f"{self.path}: not finished; run `{self.command}` again")
+        return str(meta["digest"])
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the stage against a second run of it, and the workspace against a sharding.
+
+        Raises:
+            InputError: one of them is at work; the message says who, and since when.
+        """
+        root = self.workspace.root
+        with (
+            lock.held(root / LOCK, self.command, root, shared=True),
+            lock.beside(self.path, self.command),
+        ):
+            yield
+
+    def begin(self, params: Mapping[str, Any], inputs: Mapping[str, str], *, overwrite: bool = False) -> bool:
+        """Start or continue the stage; True when there is work to do, False when it is finished already.
+
+        Args:
+            params: every parameter that changes the bytes, as JSON values.
+            inputs: what it is made from: ``{"pairs": workspace.digest, "embeddings/clip": stage.digest}``.
+            overwrite: throw away what is there and start afresh.
+
+        Raises:
+            InputError: the stage was begun with other parameters or from other inputs.
+        """
+        made_with = json.loads(json.dumps({"params": dict(params), "inputs": dict(inputs)}))
+        meta = None if overwrite else self.meta()
+        if meta is None:
+            self.start({"format": FORMAT_VERSION, **made_with, "complete": False}, overwrite=overwrite)
+            return True
+        self._remove_replaced()
+        self._refuse_mixing(meta, made_with)
+        if meta.get("complete"):
+            return False
+        atomic.sweep(self.path)
+        return True
+
+    def start(self, record: Mapping[str, Any], *, overwrite: bool) -> None:
+        """Write the first record of the stage; with ``overwrite`` in the place of all that is there.
+
+        What is there goes out of the way in one step: killed at any moment, the stage is the old one, whole, or a new
+        one that has begun, never a part of the old.
+
+        Raises:
+            InputError: files are there without a record, or the directory is a link.
+        """
+        self.refuse_unrecorded(overwrite=overwrite)
+        self._remove_replaced()
+        if overwrite and self.path.exists():
+            if self.path.is_symlink():
+                target = self.path.resolve()
+                raise InputError(f"{self.path}: a link to {target}, which --overwrite leaves alone; remove it yourself")
+            self.path.rename(self._replaced)
+        self.write_meta(record)
+        self._remove_replaced()
+        atomic.sweep(self.path)
+
+    def refuse_unrecorded(self, *, overwrite: bool) -> None:
+        """Refuse files that no record speaks of: nobody knows what they were made from.
+
+        Raises:
+            InputError: there are such, and they are not to be overwritten.
+        """
+        if overwrite or self.record.exists() or not self.path.is_dir():
+            return
+        files = (path for path in self.path.iterdir() if not path.name.startswith(atomic.TEMPORARY_PREFIX))
+        if file := next(files, None):
+            raise InputError(
+                f"{self.path}: holds {file.name} but no {self.record.name}, which says what it was made from; bring "
+                "that back, or --overwrite to start afresh"
+            )
+
+    @property
+    def _replaced(self) -> Path:
+        """Where a stage that is overwritten goes, until it is removed."""
+        return self.path.with_name(f"{atomic.TEMPORARY_PREFIX}{self.path.name}")
+
+    def _remove_replaced(self) -> None:
+        if self._replaced.exists():
+            shutil.rmtree(self._replaced)
+
+    def finish(
+        self, outputs: Sequence[str | Path], beside: Sequence[str | Path] = (), /, **facts: Any
+    ) -> dict[str, Any]:
+        """Mark the stage as finished: list its ``outputs`` with their digests, and record ``facts``.
+
+        Args:
+            outputs: names inside the stage, or whole paths, hashed in this order.
+            beside: further ones, which are listed, but are no part of the stage's own digest.
+        """
+        made = self._digests(outputs)
+        listed = {**made, **self._digests(beside)}
+        meta = {**facts, **(self.meta() or {}), "complete": True, "digest": digest_listed(made), "outputs": listed}
+        self.write_meta(meta)
+        return meta
+
+    def list_beside(self, outputs: Sequence[str | Path]) -> None:
+        """Add files to the list of a finished stage; its digest stays."""
+        meta = self.require()
+        listed = meta.get("outputs") or self._digests(self.outputs())
+        self.write_meta({**meta, "outputs": {**listed, **self._digests(outputs)}})
+
+    def outputs(self) -> list[Path]:
+        """The files of the stage in the order of its record; by rule where that lists none, as in 0.1.0."""
+        meta = self.meta() or {}
+        names = meta.get("outputs")
+        if not isinstance(names, dict):
+            names = _unlisted(self, meta)
+        return [self.path / name for name in names]
+
+    def missing(self) -> list[Path]:
+        """The outputs that are not there."""
+        outputs = self.outputs()
+        # One look at each folder instead of one at each file, of which there may be thousands.
+        there = {folder: _files(folder) for folder in {path.parent for path in outputs}}
+        return [path for path in outputs if path.name not in there[path.parent]]
+
+    def _digests(self, outputs: Sequence[str | Path]) -> dict[str, str]:
+        return content_digests([self._inside(path) for path in outputs], self.path)
+
+    def _inside(self, output: str | Path) -> Path:
+        # A workspace may be named by a relative path; a whole path then begins with it and must not get it twice.
+        path = Path(output)
+        return path if path.is_relative_to(self.path) else self.path / path
+
+    def require(self) -> dict[str, Any]:
+        """``meta.json`` of a stage that is finished and whose inputs are still those it was made from.
+
+        Raises:
+            InputError: it is missing, unfinished, or stale, or a file that it lists is gone.
+        """
+        meta = self.meta()
+        if meta is None:
+            raise InputError(f"{self.path}: not there; run `{self.command}` first")
+        if not meta.get("complete"):
+            raise InputError(f"{self.path}: not finished; run the same `{self.command}` command again")
+        self.require_fresh(meta["inputs"])
+        self.require_outputs()
+        return meta
+
+    def require_fresh(self, inputs: Mapping[str, str]) -> None:
+        """Refuse a stage that was made from other ``inputs`` than the workspace holds now.
+
+        Raises:
+            InputError: one of them is another by now.
+        """
+        for name, digest in inputs.items():
+            self._require_fresh(name, digest)
+
+    def require_outputs(self) -> None:
+        """Refuse a stage of which a file is gone: with what is left, later stages would be made of less."""
+        if missing := self.missing():
+            raise atomic.gone(missing[0])
+
+    def number(self, *keys: str) -> int:
+        """A whole number that ``meta.json`` of the finished stage holds, such as ``number("params", "epochs")``.
+
+        Raises:
+            InputError: the stage is none that `require` passes, or there is no such number.
+        """
+        value: Any = self.require()
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if type(value) is not int:
+            raise InputError(f"{self.record}: damaged (no {keys[-1]!r}); run `{self.command}` with --overwrite")
+        return value
+
+    def _require_fresh(self, name: str, digest: str) -> None:
+        stale = InputError(f"{self.path}: made from other {name}; run `{self.command}` again with --overwrite")
+        if name == "pairs":
+            if digest != self.workspace.digest:
+                raise stale
+        elif name.partition("/")[0] in MADE_BY and not name.startswith("runs/"):
+            source = self.workspace.stage(name)
+            # An input that was thrown away cannot contradict what was made from it.
+            if source.meta() is not None and source.digest != digest:
+                raise stale
+
+    def _refuse_mixing(self, meta: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]]) -> None:
+        for part in ("params", "inputs"):
+            before, now = meta[part], wanted[part]
+            for key in sorted(before.keys() | now.keys()):
+                if before.get(key) != now.get(key):
+                    what = key if part == "params" else f"input {key}"
+                    # A graph is named after its embeddings; everything else has a name of its own.
+                    other = "" if self.name.startswith("graph/") else "use another --name, or "
+                    raise InputError(
+                        f"{self.path}: started with {what} {_show(before.get(key))}, now {_show(now.get(key))}; "
+                        f"{other}--overwrite to start afresh"
+                    )
+
+
+def _unlisted(stage: Stage, meta: Mapping[str, Any]) -> list[str]:
+    """The files that a stage of 0.1.0 holds, whose record does not list them."""
+    shards = range(stage.workspace.n_shards)
+    if stage.kind == "embeddings":
+        arrays = [f"{kind}_emb/{kind}_emb_{shard:05d}.npy" for kind in ("img", "text") for shard in shards]
+        return [*arrays, "bad.parquet"]
+    if stage.kind == "graph":
+        return [f"{direction}.{part}.npy" for direction in ("i2t", "t2i") for part in ("ids", "sims")]
+    if stage.kind == "groups":
+        epochs = meta.get("params", {}).get("epochs")
+        return [f"epoch-{epoch:03d}.parquet" for epoch in range(epochs if type(epochs) is int else 0)]
+    if stage.kind == "edges":
+        scores = ["recorded.parquet"] if (stage.path / "recorded.parquet").is_file() else []
+        return [*(f"part-{shard:05d}.parquet" for shard in shards), *scores]
+    return []
+
+
+def _files(folder: Path) -> set[str]:
+    try:
+        with os.scandir(folder) as entries:
+            return {entry.name for entry in entries if entry.is_file()}
+    except (FileNotFoundError, NotADirectoryError):
+        return set()
+
+
+@contextmanager
+def reading(workspace: Workspace, inputs: Mapping[str, str], command: str) -> Iterator[None]:
+    """Hold stages against being changed while they are read; others may read them as well.
+
+    Args:
+        inputs: digests by name; what is no stage, such as ``pairs``, is passed over. command: what the reader is.
+
+    Raises:
+        InputError: one of them is being made, or is another by now.
+    """
+    with ExitStack() as held:
+        for name, digest in inputs.items():
+            if name.partition("/")[0] in MADE_BY and not name.startswith("runs/"):
+                stage = workspace.stage(name)
+                held.enter_context(lock.beside(stage.path, command, shared=True))
+                if stage.digest != digest:
+                    raise InputError(f"{stage.path}: changed while `{command}` began; run it again")
+        yield
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object that a JSON file of ours holds; None where there is no file.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: damaged ({error}); delete it and run the stage again") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: damaged (not an object); delete it and run the stage again")
+    return value
+
+
+def _show(value: Any) -> str:
+    text = "nothing" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."

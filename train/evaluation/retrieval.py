@@ -1,0 +1,453 @@
+"""``fnpipe evaluate``: retrieval by the dual encoder, and re-ranked by the ITM head, on a split of the workspace.
+
+Pictures of equal bytes and captions of equal text are encoded once, so that they get equal scores whatever batch they
+would have stood in; `metrics` treats equal scores as ties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from fnpipe.mining.data.identity import codes_of, combination_keys
+from fnpipe.mining.data.truth import Truth
+from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.machine.device import pick_device
+from fnpipe.pipeline.machine.progress import Advance, progress
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.data.pictures import Samples
+from fnpipe.train.evaluation.metrics import Positives, Scores, cosine_scores, reranked_scores, retrieval, top_items
+from fnpipe.train.learners.keys import TEST
+from fnpipe.train.model.model import VLModel
+from fnpipe.train.runs.directory import find_run, load_run, read_run_config
+
+# Candidates per query that the ITM head re-ranks.
+TOP_K = 24
+ENCODE_BATCH = 128
+FUSE_BATCH = 512
+# Elements of one block of truth look-ups.
+TRUTH_BLOCK = 1 << 22
+
+# figures(i2t, t2i): what a pair of score matrices is worth.
+Figures = Callable[[Scores, Scores], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Queries:
+    """What is evaluated: pictures with all their captions.
+
+    Images of equal bytes are one picture with the captions of all of them, as if the data set had listed them so.
+    Captions of equal text stay apart; one is right where any of them is.
+
+    Attributes:
+        on: the split, or ``all``. image_ids: (N,) int64, the first image of each picture.
+        pair_ids: (K,) int64, ascending. image_rows: (K,) int64, the row of each caption's picture in ``image_ids``.
+        caption_codes: (K,) int64, equal for equal captions (trimmed).
+        copies: (C,) int64, the image_ids that are left out of ``image_ids``. copy_rows: (C,) int64, their pictures.
+    """
+
+    on: str
+    image_ids: np.ndarray
+    pair_ids: np.ndarray
+    image_rows: np.ndarray
+    caption_codes: np.ndarray
+    copies: np.ndarray
+    copy_rows: np.ndarray
+
+    def every_image(self) -> tuple[np.ndarray, np.ndarray]:
+        """(N + C,) int64 each: all image_ids, copies too, and the rows of their pictures."""
+        rows = np.concatenate([np.arange(len(self.image_ids)), self.copy_rows])
+        return np.concatenate([self.image_ids, self.copies]), rows
+
+    @property
+    def recorded(self) -> Positives:
+        """For every picture its recorded captions, and those of equal text."""
+        return self.right(self.image_rows, np.arange(len(self.pair_ids)))
+
+    def right(self, image_rows: np.ndarray, text_rows: np.ndarray) -> Positives:
+        """From (n,) picture rows and (n,) caption rows: for every picture its captions, and all of equal text."""
+        _, codes = np.unique(self.caption_codes, return_inverse=True)
+        by_code = np.argsort(codes, kind="stable")
+        counts = np.bincount(codes)
+        first = np.cumsum(counts) - counts
+        pictures, texts = np.divmod(np.unique(combination_keys(image_rows, codes[text_rows], len(counts))), len(counts))
+        repeats = counts[texts]
+        within = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        items = by_code[np.repeat(first[texts], repeats) + within]
+        return Positives.from_pairs(np.repeat(pictures, repeats), items, len(self.image_ids), len(self.pair_ids))
+
+    @property
+    def notes(self) -> list[str]:
+        """What repeats, in sentences."""
+        notes = []
+        if len(self.copies):
+            notes.append(
+                f"{len(self.copies):,} images of {self.on} are copies of others; "
+                f"images of equal bytes count as one picture: {len(self.image_ids):,} pictures"
+            )
+        repeated = len(self.caption_codes) - len(np.unique(self.caption_codes))
+        if repeated:
+            notes.append(
+                f"{repeated:,} of the {len(self.pair_ids):,} captions of {self.on} repeat another's text; "
+                "a text is right for every picture that it is recorded with"
+            )
+        return notes
+
+    def some(self, images: np.ndarray, pairs: np.ndarray) -> Queries:
+        """Of the picture rows and caption rows in two bool masks; a caption goes with its picture."""
+        rows = np.cumsum(images) - 1
+        pairs = pairs & images[self.image_rows]
+        copies = images[self.copy_rows]
+        return Queries(
+            on=self.on,
+            image_ids=self.image_ids[images],
+            pair_ids=self.pair_ids[pairs],
+            image_rows=rows[self.image_rows[pairs]],
+            caption_codes=self.caption_codes[pairs],
+            copies=self.copies[copies],
+            copy_rows=rows[self.copy_rows[copies]],
+        )
+
+    def of_images(self, kept: np.ndarray) -> Queries:
+        """The same, of the picture rows in the (N,) bool mask alone."""
+        return self.some(kept, np.ones(len(self.pair_ids), bool))
+
+
+# Given the queries that can be evaluated, how to measure them; looked up once for all scores of them.
+Measure = Callable[[Queries], Figures]
+
+
+def by_retrieval(truth: Truth | None) -> Measure:
+    """The figures of `retrieval`, against what is recorded and, if it is known, what is true."""
+
+    def measure(queries: Queries) -> Figures:
+        recorded, true = queries.recorded, true_pairs(queries, truth)
+        return lambda i2t, t2i: retrieval(i2t, t2i, recorded, true)
+
+    return measure
+
+
+def default_split(workspace: Workspace) -> str:
+    """``test`` if there is such a split, else ``all``."""
+    return TEST if TEST in workspace.splits() else "all"
+
+
+def read_queries(workspace: Workspace, on: str | None = None, limit: int | None = None, seed: int = 0) -> Queries:
+    """The pictures and captions of a split (``all``: of every split).
+
+    Args:
+        on: None: `default_split`. limit: so many pictures at most, drawn with ``seed``.
+
+    Raises:
+        InputError: there is no such split.
+    """
+    on = on or default_split(workspace)
+    splits = sorted(workspace.splits())
+    if on != "all" and on not in splits:
+        raise InputError(f"{workspace.root}: no split {on!r} (it has {', '.join(splits)}){nearest(on, splits)}")
+    columns = ["pair_id", "image_id", "image_sha256", "caption"]
+    queries = _queries(on, workspace.read_pairs(columns, split=None if on == "all" else on))
+    n_images = len(queries.image_ids)
+    if limit is None or n_images <= limit:
+        return queries
+    kept = np.zeros(n_images, bool)
+    kept[np.random.default_rng([seed, 0xE7]).permutation(n_images)[:limit]] = True
+    return queries.of_images(kept)
+
+
+def _queries(on: str, pairs: pa.Table) -> Queries:
+    """The queries of a table of pairs."""
+    owners, pictures = pairs["image_id"].to_numpy(), codes_of(pairs["image_sha256"])
+    first = np.full(pictures.max(initial=-1) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(first, pictures, owners)
+    image_ids, image_rows = np.unique(first[pictures], return_inverse=True)
+    images, at = np.unique(owners, return_index=True)
+    copy = ~np.isin(images, image_ids)
+    return Queries(
+        on=on,
+        image_ids=image_ids,
+        pair_ids=pairs["pair_id"].to_numpy(),
+        image_rows=image_rows.reshape(-1),
+        caption_codes=codes_of(pc.utf8_trim_whitespace(pairs["caption"])),
+        copies=images[copy],
+        copy_rows=image_rows.reshape(-1)[at[copy]],
+    )
+
+
+def usable_queries(embeddings: Embeddings, queries: Queries) -> Queries:
+    """The queries without the images and captions that have no embedding, and without images that lose all captions.
+
+    Raises:
+        InputError: nothing is left.
+    """
+    good_pairs = ~np.isin(queries.pair_ids, embeddings.bad_pairs)
+    with_caption = np.zeros(len(queries.image_ids), bool)
+    with_caption[queries.image_rows[good_pairs]] = True
+    # Imported vectors of equal pictures may differ, and be there for some of them alone.
+    image_ids, image_rows = queries.every_image()
+    good = ~np.isin(image_ids, embeddings.bad_images)
+    first = np.full(len(queries.image_ids), np.iinfo(np.int64).max)
+    np.minimum.at(first, image_rows[good], image_ids[good])
+    copy = image_ids != first[image_rows]
+    usable = replace(queries, image_ids=first, copies=image_ids[copy], copy_rows=image_rows[copy])
+    kept = usable.some(np.isin(first, image_ids) & with_caption, good_pairs)
+    if not len(kept.image_ids):
+        raise InputError(f"{embeddings.stage.path}: no usable embedding of a pair of {queries.on}; see bad.parquet")
+    return kept
+
+
+def evaluate_embeddings(
+    embeddings: Embeddings, queries: Queries, truth: Truth | None = None, *, measure: Measure | None = None
+) -> dict[str, Any]:
+    """Retrieval figures of stored embeddings; images and captions without one are left out.
+
+    Args:
+        measure: in the place of `by_retrieval`.
+
+    Returns:
+        As `evaluate_model`, without ``itm``.
+    """
+    kept = usable_queries(embeddings, queries)
+    images, texts = embeddings.images.take(kept.image_ids), embeddings.texts.take(kept.pair_ids)
+    figures = (measure or by_retrieval(truth))(kept)
+    dual = figures(cosine_scores(images, texts), cosine_scores(texts, images))
+    return {**counts_of(kept, len(queries.image_ids)), "dual": dual}
+
+
+def evaluate_model(
+    workspace: Workspace,
+    model: VLModel,
+    queries: Queries,
+    truth: Truth | None = None,
+    *,
+    rerank: bool,
+    top_k: int = TOP_K,
+    samples: Samples | None = None,
+    quiet: bool = False,
+    measure: Measure | None = None,
+) -> dict[str, Any]:
+    """Retrieval figures of a model, in its own device and mode (put it into eval mode first).
+
+    Args:
+        rerank: put each query's ``top_k`` best in the order of the ITM head as well.
+        samples: of this workspace, if they are at hand. quiet: show no progress.
+        measure: in the place of `by_retrieval`.
+
+    Returns:
+        ``on images captions left_out copies notes`` (see `counts_of`), ``dual``: the figures of `retrieval`;
+        with ``rerank`` also ``itm``: the same of the re-ranked lists, and ``top_k``.
+    """
+    samples = samples or Samples.of(workspace)
+    for shard in np.unique(workspace.shards_of(queries.image_ids)).tolist():
+        workspace.tar(shard)
+    encoder = _Encoder(model, workspace, samples)
+    pairs = top_k * (len(queries.image_ids) + len(queries.pair_ids)) if rerank else 0
+    total = len(queries.image_ids) + len(queries.pair_ids) + pairs
+    shown = nullcontext(lambda n: None) if quiet else progress(f"evaluating on {queries.on}", total, "items")
+    with torch.inference_mode(), shown as advance:
+        asked = len(queries.image_ids)
+        images, readable = encoder.images(queries.image_ids, advance)
+        if not readable.all():
+            queries, images = queries.of_images(readable), images[torch.from_numpy(readable)]
+        if not len(queries.image_ids):
+            raise InputError(f"{workspace.root}: no picture of {queries.on} can be decoded")
+        figures = (measure or by_retrieval(truth))(queries)
+        texts = encoder.texts(queries.pair_ids, advance)
+        i2t, t2i = cosine_scores(images, texts), cosine_scores(texts, images)
+        out = {**counts_of(queries, asked), "dual": figures(i2t, t2i)}
+        if rerank:
+            i2t, t2i = reranked(encoder, queries, i2t, t2i, top_k, advance)
+            out |= {"itm": figures(i2t, t2i), "top_k": top_k}
+    return out
+
+
+def true_pairs(queries: Queries, truth: Truth | None) -> Positives | None:
+    """For every picture the captions that are true of any of its images, and those of equal text."""
+    if truth is None:
+        return None
+    image_ids, image_rows = queries.every_image()
+    images, texts = [], []
+    rows = max(1, TRUTH_BLOCK // max(len(queries.pair_ids), 1))
+    for start in range(0, len(image_ids), rows):
+        block = truth.matches(image_ids[start : start + rows, None], queries.pair_ids[None, :])
+        image, text = np.nonzero(block)
+        images.append(image_rows[image + start])
+        texts.append(text)
+    return queries.right(np.concatenate(images), np.concatenate(texts))
+
+
+def reranked(
+    encoder: _Encoder, queries: Queries, i2t: Scores, t2i: Scores, top_k: int, advance: Advance
+) -> tuple[Scores, Scores]:
+    """Scores of both directions, with each query's ``top_k`` best ordered by the ITM head."""
+    n_images, n_texts = len(queries.image_ids), len(queries.pair_ids)
+    of_image, of_text = top_items(i2t, n_images, n_texts, top_k), top_items(t2i, n_texts, n_images, top_k)
+    image_rows = torch.cat([torch.arange(n_images).repeat_interleave(of_image.shape[1]), of_text.reshape(-1)])
+    text_rows = torch.cat([of_image.reshape(-1), torch.arange(n_texts).repeat_interleave(of_text.shape[1])])
+    logits = encoder.match(queries, image_rows, text_rows, advance)
+    cut = of_image.numel()
+    return (
+        reranked_scores(i2t, of_image, logits[:cut].view(of_image.shape)),
+        reranked_scores(t2i, of_text, logits[cut:].view(of_text.shape)),
+    )
+
+
+class _Encoder:
+    """A model over the pictures and captions of a workspace; equal ones are encoded once."""
+
+    def __init__(self, model: VLModel, workspace: Workspace, samples: Samples) -> None:
+        pairs = workspace.read_pairs(["image_id", "image_sha256", "caption"])
+        self.model = model
+        self.samples = samples
+        self.device = model.temp.device
+        self.transform = model.transform
+        self.picture_codes = np.empty(workspace.n_images, np.int64)
+        self.picture_codes[pairs["image_id"].to_numpy()] = codes_of(pairs["image_sha256"])
+        self.caption_codes = codes_of(pc.utf8_trim_whitespace(pairs["caption"]))
+
+    def images(self, image_ids: np.ndarray, advance: Advance) -> tuple[torch.Tensor, np.ndarray]:
+        """Embeddings (n, e) on the CPU, zeros where a picture cannot be decoded, and (n,) bool which can be."""
+        first, inverse = _distinct(self.picture_codes[image_ids])
+        out = torch.zeros((len(first), self.model.embed_dim))
+        readable = np.zeros(len(first), bool)
+        for rows in _chunks(len(first), ENCODE_BATCH):
+            pixels, good = self.pixels(image_ids[first[rows]])
+            if good.any():
+                out[rows][torch.from_numpy(good)] = self.model.encode_image(pixels)[1].float().cpu()
+            readable[rows] = good
+            advance(int((inverse >= rows.start).sum() - (inverse >= rows.stop).sum()))
+        return out[torch.from_numpy(inverse)], readable[inverse]
+
+    def pixels(self, image_ids: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+        """Normalised pictures of those that can be decoded, on the device, and (n,) bool which can be."""
+        pictures = [self.samples.decoded(data) for data in self.samples.read(image_ids)]
+        good = np.array([rgb is not None for rgb in pictures], bool)
+        fitted = [self.transform(rgb) for rgb in pictures if rgb is not None]
+        height, width = self.transform.size
+        stacked = torch.stack(fitted) if fitted else torch.empty((0, 3, height, width), dtype=torch.uint8)
+        return self.transform.normalise(stacked.to(self.device)), good
+
+    def texts(self, pair_ids: np.ndarray, advance: Advance) -> torch.Tensor:
+        """Embeddings (n, e) on the CPU."""
+        first, inverse = _distinct(self.caption_codes[pair_ids])
+        out = torch.zeros((len(first), self.model.embed_dim))
+        for rows in _chunks(len(first), ENCODE_BATCH):
+            ids = self.model.tokenizer(self.samples.texts(pair_ids[first[rows]])).to(self.device)
+            out[rows] = self.model.embed_texts(ids).float().cpu()
+            advance(int((inverse >= rows.start).sum() - (inverse >= rows.stop).sum()))
+        return out[torch.from_numpy(inverse)]
+
+    def match(
+        self, queries: Queries, image_rows: torch.Tensor, text_rows: torch.Tensor, advance: Advance
+    ) -> torch.Tensor:
+        """(n,) logits of "matched" against "not", for image and text rows of ``queries``, in any order.
+
+        Equal combinations are judged once; they are taken image by image, whose keys are computed once.
+        """
+        pictures, image_of = _distinct(self.picture_codes[queries.image_ids])
+        captions, text_of = _distinct(self.caption_codes[queries.pair_ids])
+        keys = torch.from_numpy(image_of)[image_rows] * len(captions) + torch.from_numpy(text_of)[text_rows]
+        distinct, inverse = torch.unique(keys, return_inverse=True)
+        images, texts = distinct // len(captions), distinct % len(captions)
+        tokens = self.text_tokens(queries.pair_ids[captions])
+        logits = torch.empty(len(distinct))
+        done = 0
+        for block in _chunks(len(pictures), ENCODE_BATCH):
+            low, high = torch.searchsorted(images, torch.tensor([block.start, block.stop])).tolist()
+            if low == high:
+                continue
+            pixels, _ = self.pixels(queries.image_ids[pictures[block]])
+            image_keys = self.model.image_keys(self.model.encode_image(pixels)[0])
+            for rows in _chunks(high - low, FUSE_BATCH):
+                part = slice(low + rows.start, low + rows.stop)
+                text, mask = tokens.take(texts[part])
+                fused = self.model.fuse(
+                    text, mask, image_keys, (images[part] - block.start).to(self.device), first_only=True
+                )
+                scores = self.model.itm_logits(fused).float()
+                logits[part] = (scores[:, 1] - scores[:, 0]).cpu()
+            # Combinations judged once stand for all their repeats in the progress.
+            share = len(keys) * high // len(distinct)
+            advance(share - done)
+            done = share
+        return logits[inverse]
+
+    def text_tokens(self, pair_ids: np.ndarray) -> _Ragged:
+        """Two-way tokens of captions, without padding."""
+        flat, lengths = [], []
+        for rows in _chunks(len(pair_ids), ENCODE_BATCH):
+            ids = self.model.tokenizer(self.samples.texts(pair_ids[rows])).to(self.device)
+            mask = self.model.text_mask(ids)
+            flat.append(self.model.text_tokens(ids)[mask])
+            lengths.append(mask.sum(1))
+        return _Ragged(torch.cat(flat), torch.cat(lengths))
+
+
+class _Ragged:
+    """Rows of tokens of differing length, one after the other: (sum of lengths, d) and (n,) int64."""
+
+    def __init__(self, flat: torch.Tensor, lengths: torch.Tensor) -> None:
+        self.flat, self.lengths = flat, lengths
+        self.starts = torch.cumsum(lengths, 0) - lengths
+
+    def take(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows padded to the longest of them: (n, L, d), and (n, L) bool, False on padding."""
+        rows = rows.to(self.flat.device)
+        lengths = self.lengths[rows]
+        place = torch.arange(int(lengths.max()), device=rows.device)[None, :]
+        mask = place < lengths[:, None]
+        return self.flat[torch.where(mask, self.starts[rows][:, None] + place, 0)], mask
+
+
+def _distinct(codes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of the first of each code, and for every row which of those it equals."""
+    _, first, inverse = np.unique(codes, return_index=True, return_inverse=True)
+    return first, inverse.reshape(-1)
+
+
+def _chunks(n: int, size: int) -> Iterator[slice]:
+    for start in range(0, n, size):
+        yield slice(start, min(start + size, n))
+
+
+def counts_of(queries: Queries, asked: int) -> dict[str, Any]:
+    """What was evaluated, how many of the ``asked`` pictures were left out, and what repeats."""
+    n_images = len(queries.image_ids)
+    return {
+        "on": queries.on,
+        "images": n_images,
+        "captions": len(queries.pair_ids),
+        "left_out": asked - n_images,
+        "copies": len(queries.copies),
+        "notes": queries.notes,
+    }
+
+
+def evaluate_run(
+    workspace: Workspace,
+    run: str,
+    queries: Queries,
+    truth: Truth | None = None,
+    *,
+    checkpoint: str = "best-or-last",
+    top_k: int = TOP_K,
+    device: str = "auto",
+    measure: Measure | None = None,
+) -> dict[str, Any]:
+    """`evaluate_model` of a run's checkpoint; re-ranked where the run trained its ITM head.
+
+    Raises:
+        InputError: no such run, checkpoint or device.
+    """
+    directory = find_run(workspace, run)
+    rerank = bool(read_run_config(directory)["config"]["itm"])
+    model = load_run(directory, checkpoint).to(pick_device(device))
+    return evaluate_model(workspace, model, queries, truth, rerank=rerank, top_k=top_k, measure=measure)

@@ -1,0 +1,224 @@
+"""What a run reads, opened and checked before its first step: the plan, the edges, the tars, the truth."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity
+from fnpipe.mining.data.train_pairs import members_of, read_members
+from fnpipe.mining.data.truth import Truth
+from fnpipe.mining.edges.reader import TAU_HIGH, TAU_LOW, EdgeLookup, EdgesInfo, read_recorded
+from fnpipe.mining.plans.stage import plan_epochs
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files.digests import digest_files
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.record import Stage
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.data.batches import BatchSource, PlannedBatches, RandomBatches, WithoutPairs
+from fnpipe.train.data.pictures import Samples
+from fnpipe.train.data.stream import MaterializedPictures
+from fnpipe.train.falcon.batches import FalconSource
+from fnpipe.train.falcon.keys import FALCON, choose_search_space
+from fnpipe.train.learners.keys import TINY, TrainConfig
+from fnpipe.train.runs.directory import SHIPPED
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that a run reads beside its starting weights.
+
+    Attributes:
+        edges: None where the method takes none and none were asked for. identity: what counts as recorded beside the
+            recorded pairs; None: nothing does.
+        batches_per_epoch: of all processes together.
+        stream: None: the pictures are read from the workspace's tars.
+        thresholds: tau_low and tau_high by which the edges are labelled in this run.
+        digests: what was read, by name; a resumed run must find the same.
+    """
+
+    workspace: Workspace
+    samples: Samples
+    source: BatchSource | FalconSource
+    image_ids: np.ndarray
+    edges: EdgeLookup | None
+    identity: Identity | None
+    thresholds: tuple[float, float]
+    truth: Truth | None
+    batches_per_epoch: int
+    stream: MaterializedPictures | None
+    digests: dict[str, str] = field(default_factory=dict)
+
+
+def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) -> Inputs:
+    """Open what a config names, or what it needs and does not name.
+
+    Raises:
+        InputError: one is missing, damaged, unfinished, made for other pairs, or there are several to choose from.
+    """
+    digests = {"pairs": workspace.digest}
+    members = read_members(workspace)
+    plan = find_plan(workspace, config)
+    batch_size = config.batch_size or (64 if architecture == TINY else 128)
+    source: BatchSource | FalconSource
+    if config.method == FALCON:
+        source = open_falcon(workspace, config, batch_size)
+        digests[source.embeddings.stage.name] = source.embeddings.stage.digest
+    elif plan is not None:
+        source = planned_batches(plan, config.batch_size)
+        digests[plan.name] = plan.digest
+    else:
+        source = RandomBatches(members, batch_size, config.seed)
+    check_batch_size(source.batch_size, config.batch_size, workspace)
+    if config.min_recorded_probability > 0 and not isinstance(source, FalconSource):
+        source = WithoutPairs(source, doubted_pairs(find_edges(workspace, config), config.min_recorded_probability))
+    edges, bound, thresholds = None, IDENTITY_BOUND, (TAU_LOW, TAU_HIGH)
+    if config.method_losses.ecm or config.edges is not None:
+        stage = find_edges(workspace, config)
+        digests[stage.name] = stage.digest
+        info = EdgesInfo.read(stage)
+        others = info.other_thresholds(config.tau_low, config.tau_high)
+        thresholds = others or (info.tau_low, info.tau_high)
+        edges, bound = EdgeLookup.read(stage, others), info.identity_bound
+    truth = None
+    if config.truth is not None:
+        truth = Truth.read(config.truth, workspace)
+        digests["truth"] = file_digest(Path(config.truth))
+    samples = Samples.of(workspace)
+    stream = open_stream(config, plan)
+    if stream is None:
+        samples.check(workspace)
+    return Inputs(
+        workspace=workspace,
+        samples=samples,
+        source=source,
+        image_ids=members.images,
+        edges=edges,
+        identity=identity_beyond_records(workspace, bound),
+        thresholds=thresholds,
+        truth=truth,
+        batches_per_epoch=source.batches_per_epoch if isinstance(source, FalconSource) else len(source.epoch(0)),
+        stream=stream,
+        digests=digests,
+    )
+
+
+def identity_beyond_records(workspace: Workspace, bound: int) -> Identity | None:
+    """The identity rule, which holds for the targets of every method: a copy is no negative. None: it adds nothing."""
+    identity = Identity.of(workspace, bound) if bound else None
+    return identity if identity is not None and identity.repeats else None
+
+
+def planned_batches(plan: Stage, batch_size: int | None) -> PlannedBatches:
+    """The batches of a plan; a ``batch_size`` that was given must be the plan's."""
+    source = PlannedBatches(plan)
+    if batch_size not in (None, source.batch_size):
+        raise InputError(
+            f"batch_size is {batch_size}, the batches of {plan.path} hold {source.batch_size}; leave it out"
+        )
+    return source
+
+
+def check_batch_size(size: int, asked: int | None, workspace: Workspace) -> None:
+    """Refuse batches that are not what was ``asked`` for, or too small to learn from.
+
+    Raises:
+        InputError: there are fewer images than were asked for, or a batch of ``size`` pairs holds no negative.
+    """
+    if size < 2:
+        raise InputError(
+            f"{workspace.root}: batches of {size} pair; two are the least, the others of a batch are its negatives"
+        )
+    if asked is not None and size < asked:
+        raise InputError(
+            f"batch_size is {asked}, and {workspace.root} has {size} images to train on; give at most {size}, or leave "
+            "it out"
+        )
+
+
+def find_plan(workspace: Workspace, config: TrainConfig) -> Stage | None:
+    """The plan that is named, or the only GRIT plan for a method that needs one; None: the run draws random batches."""
+    if config.groups is not None:
+        return workspace.resolve("groups", config.groups, "--groups")
+    if not config.method_losses.grouped:
+        return None
+    plans = [name for name in workspace.names("groups") if _is_grit(workspace.stage(f"groups/{name}"))]
+    if not plans:
+        raise InputError(
+            f"{workspace.root}: no GRIT plan, which {config.method} needs; run `fnpipe group {workspace.root}`"
+        )
+    if len(plans) > 1:
+        raise InputError(f"{workspace.root}: several GRIT plans ({', '.join(plans)}); choose with --groups")
+    return workspace.resolve("groups", plans[0], "--groups")
+
+
+def open_falcon(workspace: Workspace, config: TrainConfig, batch_size: int) -> FalconSource:
+    """What falcon constructs its batches from: the train pairs that have an embedding, without those that are doubted.
+
+    Raises:
+        InputError: there are no embeddings, or several to choose from; the search space is not cut into whole batches.
+    """
+    if config.embeddings is None and not workspace.names("embeddings"):
+        raise InputError(
+            f"{workspace.root}: no embeddings, which {FALCON}'s first epoch looks through; "
+            f"make some with `fnpipe embed {workspace.root}`"
+        )
+    embeddings = Embeddings.open(workspace, config.embeddings)
+    members = read_members(workspace, embeddings)
+    if config.min_recorded_probability > 0:
+        doubted = doubted_pairs(find_edges(workspace, config), config.min_recorded_probability)[members.pair_ids]
+        members = members_of(members.pair_ids[~doubted], members.image_ids[~doubted])
+    return FalconSource(members, embeddings, batch_size, choose_search_space(config, batch_size), config.seed)
+
+
+def open_stream(config: TrainConfig, plan: Stage | None) -> MaterializedPictures | None:
+    """The materialised plan that is named; None: the pictures come from the workspace's tars."""
+    if config.materialized is None:
+        return None
+    if plan is None:
+        raise InputError(f"materialized is {config.materialized}, and the run has no plan; name it with --groups")
+    if config.min_recorded_probability > 0:
+        raise InputError("materialized shards hold whole batches; leave min_recorded_probability out, or materialized")
+    return MaterializedPictures(config.materialized, plan, plan_epochs(plan))
+
+
+def find_edges(workspace: Workspace, config: TrainConfig) -> Stage:
+    """The edges that are named, or the only ones there are."""
+    if config.edges is None and not workspace.names("edges"):
+        raise InputError(
+            f"{workspace.root}: no edges, which {config.method} needs; "
+            f"make some with `fnpipe mine-connections {workspace.root}`"
+        )
+    return workspace.resolve("edges", config.edges, "--edges")
+
+
+def doubted_pairs(edges: Stage, minimum: float) -> np.ndarray:
+    """(n_pairs,) bool: recorded pairs whose p lies below ``minimum``; a pair without a p is not doubted.
+
+    Raises:
+        InputError: the recorded pairs were not scored.
+    """
+    table = read_recorded(edges)
+    doubted = np.zeros(edges.workspace.n_pairs, bool)
+    # NaN compares as False.
+    doubted[table["pair_id"].to_numpy()] = table["match_probability"].to_numpy() < np.float32(minimum)
+    return doubted
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file's name and contents."""
+    return digest_files([path], path.parent)
+
+
+def init_digest(init: str | None, weights: Path | None) -> dict[str, str]:
+    """The digest of the starting weights, where they are a file; a shipped or open_clip's own stand for themselves."""
+    if init is None or init in SHIPPED or weights is None or not weights.is_file():
+        return {}
+    return {"init": file_digest(weights)}
+
+
+def _is_grit(plan: Stage) -> bool:
+    meta = plan.meta() or {}
+    return bool(meta.get("params", {}).get("sampling") == "grit")

@@ -1,0 +1,246 @@
+"""One training step's forward pass: from a batch to the losses of the method, and what its negatives count as."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import nn
+
+from fnpipe.train.data.batches import Batch
+from fnpipe.train.learners.embedding_keys import HIDDEN
+from fnpipe.train.loop.agreement import hardest_pairs
+from fnpipe.train.model.coca import CAPTION_WEIGHT
+from fnpipe.train.model.fusion import Keys
+from fnpipe.train.model.model import VLModel
+from fnpipe.train.objectives.ecm import (
+    Decisions,
+    EcmConfig,
+    consistency_loss,
+    ecm_decisions,
+    gather_rows,
+    itc_loss,
+    itc_targets,
+    itm_loss,
+    mlm_loss,
+    sigmoid_itc_loss,
+)
+from fnpipe.train.objectives.masking import IGNORED, mask_tokens
+from fnpipe.train.objectives.vacsr import LossConfig, SeededNoise, VacsrNet, vacsr_loss
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What a step computes; see `TrainConfig` for the meaning of each field.
+
+    Attributes:
+        itg: the captioning loss of a CoCa. vacsr: weight of VACSR's.
+        dtype: of the autocast regions; None: float32 throughout.
+        gather_world, gather_rank: processes whose embeddings ITC gathers, and the place of this one; 1 and 0: none.
+    """
+
+    itm: bool
+    mlm: bool
+    ecm: EcmConfig
+    mask_rate: float
+    consistency: float
+    dtype: torch.dtype | None
+    gather_world: int = 1
+    gather_rank: int = 0
+    itg: bool = False
+    vacsr: float = 0.0
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """A batch on the device of the model; see `Batch`."""
+
+    pixels: torch.Tensor
+    ids: torch.Tensor
+    recorded: torch.Tensor
+    label: torch.Tensor | None
+
+    @classmethod
+    def of(cls, batch: Batch, device: torch.device) -> StepInput:
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        label = None if batch.label is None else move(batch.label)
+        return cls(move(batch.pixels), move(batch.ids), move(batch.recorded), label)
+
+
+@dataclass(frozen=True)
+class Masked:
+    """The captions of an MLM pass with tokens hidden: (n, L) ids and labels, the batch's rows of texts and images."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    texts: torch.Tensor
+    images: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a forward pass leaves behind: (B, e) embeddings, detached, and what MLM was asked, if it was."""
+
+    images: torch.Tensor
+    texts: torch.Tensor
+    masked: Masked | None
+
+
+class TrainStep(nn.Module):
+    """The forward pass as one module, so that DDP can stand around it.
+
+    Attributes:
+        seen: what the last forward pass left behind.
+        vacsr: the network on the product of the embeddings, if its loss is asked for.
+    """
+
+    seen: Seen | None = None
+
+    def __init__(self, model: VLModel, config: StepConfig) -> None:
+        super().__init__()
+        self.model = model
+        self.config = config
+        self.transform = model.transform
+        width = model.embed_dim
+        self.vacsr = VacsrNet(width, HIDDEN * width).to(model.temp.device) if config.vacsr else None
+
+    def forward(
+        self, batch: StepInput, smoothing: float, generator: torch.Generator
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor], Decisions]:
+        """The losses of a batch.
+
+        Args:
+            smoothing: S-ITC's a in this step. generator: on the CPU, for MLM's masks and VACSR's draws.
+
+        Returns:
+            The sum of the losses, (); each loss by name, (), detached; what was decided.
+        """
+        device_type = batch.pixels.device.type
+        with torch.autocast(device_type, dtype=self.config.dtype, enabled=self.config.dtype is not None):
+            image_tokens, images = self.model.encode_image(self.transform.normalise(batch.pixels))
+            if self.config.itm:
+                text_tokens, texts = self.model.encode_text(batch.ids)
+            elif self.config.itg:
+                text_tokens, texts = self.model.caption_tokens(batch.ids)
+            else:
+                text_tokens, texts = torch.empty(0), self.model.embed_texts(batch.ids)
+        with torch.autocast(device_type, enabled=False):
+            decisions, losses = self._contrast(images, texts, batch, smoothing)
+        with torch.autocast(device_type, dtype=self.config.dtype, enabled=self.config.dtype is not None):
+            if self.config.itm or self.config.mlm:
+                keys = self.model.image_keys(image_tokens)
+                mask = self.model.text_mask(batch.ids)
+            if self.config.itm:
+                chosen = decisions.itm_texts
+                fused = self.model.fuse(text_tokens[chosen], mask[chosen], keys, decisions.itm_images, first_only=True)
+                losses["itm"] = itm_loss(self.model.itm_logits(fused), decisions.itm_labels)
+            masked = None
+            if self.config.mlm:
+                texts_asked = decisions.mlm_texts
+                ids, labels = mask_tokens(
+                    batch.ids[texts_asked], self.model.tokenizer, generator, self.config.mask_rate
+                )
+                masked = Masked(ids, labels, texts_asked, decisions.mlm_images)
+                losses["mlm"] = self._mlm(masked, mask, keys)
+            if self.config.itg:
+                losses["itg"] = self._itg(text_tokens, image_tokens, batch)
+        if self.vacsr is not None:
+            with torch.autocast(device_type, enabled=False):
+                losses["vacsr"] = self._vacsr(self.vacsr, images, texts, batch, decisions, generator)
+        self.seen = Seen(images.detach(), texts.detach(), masked)
+        total = torch.stack(list(losses.values())).sum()
+        return total, {name: loss.detach() for name, loss in losses.items()}, decisions
+
+    def _mlm(self, masked: Masked, mask: torch.Tensor, keys: Keys) -> torch.Tensor:
+        hidden = masked.labels != IGNORED
+        fused = self.model.fuse(self.model.text_tokens(masked.ids), mask[masked.texts], keys, masked.images)
+        return mlm_loss(self.model.mlm_logits(fused[hidden]), masked.labels[hidden])
+
+    def _itg(self, text_tokens: torch.Tensor, image_tokens: torch.Tensor, batch: StepInput) -> torch.Tensor:
+        return CAPTION_WEIGHT * self.model.captioning_loss(text_tokens, image_tokens, batch.ids)
+
+    def _vacsr(
+        self,
+        net: VacsrNet,
+        images: torch.Tensor,
+        texts: torch.Tensor,
+        batch: StepInput,
+        decisions: Decisions,
+        generator: torch.Generator,
+    ) -> torch.Tensor:
+        """Mined positives are positives. Drawn last, so that the masks are those of a run without it."""
+        positive = batch.recorded | decisions.positives_i2t | decisions.positives_t2i.T
+        key = int(torch.randint(2**62, (), generator=generator))
+        noise = SeededNoise((key,), net, images.device, normal=True)
+        return self.config.vacsr * vacsr_loss(net, images, texts, positive, noise, LossConfig())[0]
+
+    @torch.no_grad()
+    def again(self, batch: StepInput, masked: Masked | None) -> torch.Tensor:
+        """The generative loss of an earlier forward pass under the weights of now: MLM with its masks and its pairs, or
+        captioning; ().
+
+        Nothing else is computed: one pass of the image tower, one of the text tower, and own pairs in the fusion.
+        """
+        with torch.autocast(batch.pixels.device.type, dtype=self.config.dtype, enabled=self.config.dtype is not None):
+            image_tokens, _ = self.model.encode_image(self.transform.normalise(batch.pixels))
+            if masked is None:
+                return self._itg(self.model.caption_tokens(batch.ids)[0], image_tokens, batch)
+            return self._mlm(masked, self.model.text_mask(batch.ids), self.model.image_keys(image_tokens))
+
+    def _contrast(
+        self, images: torch.Tensor, texts: torch.Tensor, batch: StepInput, smoothing: float
+    ) -> tuple[Decisions, dict[str, torch.Tensor]]:
+        """What the batch's negatives count as, and the losses that need the two embeddings alone."""
+        config, temp = self.config, self.model.temp
+        sim_i2t = images @ texts.T
+        decisions = ecm_decisions(sim_i2t, batch.label, batch.recorded, config.ecm)
+        if self.model.bias is not None:
+            loss = sigmoid_itc_loss(sim_i2t, temp, self.model.bias, decisions, batch.recorded)
+            return decisions, {"itc": loss}
+        world, rank = config.gather_world, config.gather_rank
+        targets = itc_targets(decisions, batch.recorded, smoothing=smoothing, rank=rank, world=world)
+        if world == 1:
+            logits_i2t, logits_t2i = sim_i2t / temp, sim_i2t.T / temp
+        else:
+            logits_i2t, logits_t2i = images @ gather_rows(texts).T / temp, texts @ gather_rows(images).T / temp
+        losses = {"itc": itc_loss(logits_i2t, logits_t2i, targets)}
+        if config.consistency:
+            losses["consistency"] = config.consistency * consistency_loss(logits_i2t, logits_t2i)
+        return decisions, losses
+
+
+def mask_generator(seed: int, epoch: int, number: int) -> torch.Generator:
+    """The generator of one batch's masks."""
+    state = np.random.SeedSequence([seed, epoch, number, 0x3A]).generate_state(1, np.uint64)
+    return torch.Generator().manual_seed(int(state[0]) & (2**63 - 1))
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Two groups for the optimiser: matrices with weight decay; norms, biases, the temperature and the like without."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+
+
+def learning_rate(step: int, *, total: int, warmup: int, peak: float, min_ratio: float) -> float:
+    """The rate of step ``step``, from 0: a linear warm-up, then a cosine from ``peak`` to ``min_ratio`` of it."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+Matches = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def false_negatives(batch: Batch, decisions: Decisions, matches: Matches) -> tuple[int, int]:
+    """How many of the batch's hardest negatives are true by ``matches``, and how many there are, both directions."""
+    images, texts = hardest_pairs(decisions)
+    return int(matches(batch.image_ids[images], batch.pair_ids[texts]).sum()), len(images)

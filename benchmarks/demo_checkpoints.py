@@ -32,9 +32,12 @@ from fnpipe.pipeline.scenes.dataset import Scenes, draw
 from fnpipe.pipeline.scenes.graphs import BACKGROUNDS, COLOURS, SHAPES, SIZES, SceneGraphs
 from fnpipe.train.evaluation.metrics import Positives, cosine_scores, reranked_scores, retrieval, top_items
 from fnpipe.train.model.build import build_model, load_model, save_model
-from fnpipe.train.model.model import ModelConfig, VLModel
-from fnpipe.train.objectives.ecm import PLAIN, ecm_decisions, itc_loss, itc_targets, itm_loss, mlm_loss
+from fnpipe.train.model.config import ModelConfig
+from fnpipe.train.model.model import VLModel
+from fnpipe.train.objectives.contrastive import itc_loss, itc_targets
+from fnpipe.train.objectives.ecm import PLAIN, ecm_decisions
 from fnpipe.train.objectives.masking import IGNORED, mask_tokens
+from fnpipe.train.objectives.matching import itm_loss, mlm_loss
 
 ASSETS = Path(__file__).parent.parent / "train" / "assets"
 

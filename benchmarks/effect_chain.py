@@ -28,7 +28,7 @@ from fnpipe.mining.connections.stage import MineConfig, mine_connections
 from fnpipe.mining.data.train_pairs import read_members
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.discriminators.protocol import Discriminator
-from fnpipe.mining.edges.reader import DISCRIMINATOR, label_candidates
+from fnpipe.mining.edges.labels import DISCRIMINATOR, label_candidates
 from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.mining.plans.stage import ALL, GroupConfig, group, plan_epoch
 from fnpipe.mining.views.accuracy import edges_against_truth
@@ -40,15 +40,17 @@ from fnpipe.pipeline.images.decode import decode_rgb
 from fnpipe.pipeline.scenes.dataset import draw, write_scenes
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
 from fnpipe.pipeline.workspace.embeddings import Embeddings
-from fnpipe.pipeline.workspace.workspace import Workspace, read_manifest
+from fnpipe.pipeline.workspace.manifest import read_manifest
+from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.pictures import Samples
-from fnpipe.train.evaluation.retrieval import evaluate_model, read_queries
+from fnpipe.train.evaluation.queries import read_queries
+from fnpipe.train.evaluation.retrieval import evaluate_model
 from fnpipe.train.judges.encoder import load_encoder
 from fnpipe.train.judges.itm import load_discriminator
-from fnpipe.train.loop.session import train
+from fnpipe.train.learners.train_pictures import train
 from fnpipe.train.model.build import build_model, load_model, save_model
-from fnpipe.train.model.model import ModelConfig
-from fnpipe.train.runs.directory import load_run, model_file
+from fnpipe.train.model.config import ModelConfig
+from fnpipe.train.model.load import load_run, model_file
 from fnpipe.train.runs.log import read_metrics
 
 # More threads give other last bits, and gain little on models this small.

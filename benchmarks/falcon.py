@@ -36,10 +36,11 @@ from fnpipe.train.falcon.keys import resolve_falcon
 from fnpipe.train.falcon.policy import Drawing, Scheduler
 from fnpipe.train.falcon.scheduler import Falcon, policy_config
 from fnpipe.train.learners.keys import TrainConfig
+from fnpipe.train.loop.optim import parameter_groups
 from fnpipe.train.model.build import build_model
-from fnpipe.train.model.model import ModelConfig
+from fnpipe.train.model.config import ModelConfig
 from fnpipe.train.objectives.ecm import PLAIN
-from fnpipe.train.objectives.step import StepConfig, StepInput, TrainStep, mask_generator, parameter_groups
+from fnpipe.train.objectives.step import StepConfig, StepInput, TrainStep, mask_generator
 from train import Clock, make_batches
 
 BATCH, SEARCH_SPACE, WIDTH = 96, 5664, 256

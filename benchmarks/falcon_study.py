@@ -27,9 +27,9 @@ from fnpipe.pipeline.scenes.dataset import write_scenes
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
-from fnpipe.train.falcon.policy import Constant, construct, pair_similarities
+from fnpipe.train.falcon.chain import Constant, construct, pair_similarities
 from fnpipe.train.judges.encoder import load_encoder
-from fnpipe.train.loop.session import train
+from fnpipe.train.learners.train_pictures import train
 from fnpipe.train.runs.log import read_metrics
 
 TRAIN, TEST, BATCH = 8192, 1000, 64

@@ -37,10 +37,12 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.reader import EDGES_SCHEMA, EdgeLookup, named, read_edges
+from fnpipe.mining.edges.labels import named
+from fnpipe.mining.edges.lookup import EdgeLookup
+from fnpipe.mining.edges.reader import EDGES_SCHEMA, read_edges
 from fnpipe.mining.edges.relabel import count_labels
-from fnpipe.mining.graph.stage import Graph
-from fnpipe.mining.plans.stage import PLAN_SCHEMA, read_plan
+from fnpipe.mining.graph.graph import Graph
+from fnpipe.mining.plans.plan import PLAN_SCHEMA, read_plan
 from fnpipe.mining.views.inspection import InspectConfig, inspect_edges
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.images.decode import BadImage, decode_rgb, inspect_image
@@ -51,7 +53,7 @@ from fnpipe.pipeline.sources.source import ReadOptions, Tools
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.learners.keys import make_config, read_values
-from fnpipe.train.runs.directory import load_run
+from fnpipe.train.model.load import load_run
 from fnpipe.train.status import status
 
 SECONDS_PER_INPUT = 10

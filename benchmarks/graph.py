@@ -32,9 +32,10 @@ from synthetic import synthetic_workspace
 from fnpipe.mining.data.train_pairs import read_members
 from fnpipe.mining.graph.blas import blas_kernel, load_faiss
 from fnpipe.mining.graph.directions import sides
+from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.graph.on_device import DeviceRows
 from fnpipe.mining.graph.recall import share_found
-from fnpipe.mining.graph.stage import DIRECTIONS, Graph, GraphConfig, build_graph
+from fnpipe.mining.graph.stage import DIRECTIONS, GraphConfig, build_graph
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
 

@@ -26,7 +26,8 @@ import torch
 from synthetic import synthetic_workspace
 
 from fnpipe.mining.data.train_pairs import read_members
-from fnpipe.mining.graph.stage import Graph, GraphConfig, build_graph
+from fnpipe.mining.graph.graph import Graph
+from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.mining.plans.chain import grit_order
 from fnpipe.mining.plans.graph_walk import walk_graph
 from fnpipe.mining.plans.stage import GroupConfig, group

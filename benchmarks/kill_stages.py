@@ -41,7 +41,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 
-from fnpipe.cli.app import run as run_command
+from fnpipe.cli.main import run as run_command
 
 # A stage of this size takes seconds; one that takes longer than this hangs.
 PATIENCE = 300

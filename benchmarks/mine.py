@@ -25,15 +25,16 @@ from PIL import Image
 from fnpipe.mining.connections.stage import MineConfig, mine_connections
 from fnpipe.mining.edges.reader import read_edges
 from fnpipe.mining.plans.stage import GroupConfig, group
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import arrays, tables
 from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.images.decode import decode_rgb
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
-from fnpipe.pipeline.workspace.embeddings import BAD_SCHEMA, image_array_path, text_array_path
+from fnpipe.pipeline.workspace.embeddings import image_array_path, text_array_path
+from fnpipe.pipeline.workspace.schemas import BAD_SCHEMA
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.judges.itm import ItmDiscriminator
 from fnpipe.train.model.build import build_model
-from fnpipe.train.model.model import ModelConfig
+from fnpipe.train.model.config import ModelConfig
 
 WORDS = [
     *(
@@ -168,8 +169,8 @@ def make_workspace(folder: Path, n: int, batch: int) -> Workspace:
         for number, size in enumerate(np.diff(starts)):
             array = rng.normal(size=(size, 64))
             outputs.append(path_of(stage.path, number))
-            atomic.write_array(outputs[-1], (array / np.linalg.norm(array, axis=1, keepdims=True)).astype(np.float16))
-    atomic.write_table(stage.path / "bad.parquet", BAD_SCHEMA.empty_table())
+            arrays.write_array(outputs[-1], (array / np.linalg.norm(array, axis=1, keepdims=True)).astype(np.float16))
+    tables.write_table(stage.path / "bad.parquet", BAD_SCHEMA.empty_table())
     stage.finish(outputs, width=64, normalised=True)
     group(workspace, GroupConfig(sampling="random", batch_size=batch))
     return workspace

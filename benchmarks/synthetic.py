@@ -14,10 +14,11 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import arrays, tables
 from fnpipe.pipeline.files.digests import digest_files
-from fnpipe.pipeline.workspace.embeddings import BAD_SCHEMA, image_array_path, text_array_path
-from fnpipe.pipeline.workspace.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
+from fnpipe.pipeline.workspace.embeddings import image_array_path, text_array_path
+from fnpipe.pipeline.workspace.schemas import BAD_SCHEMA, IMAGES_SCHEMA, PAIRS_SCHEMA
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 WIDTH, TOPICS, SUPER_TOPICS, PAIRS_PER_SHARD = 512, 20_000, 500, 50_000
 
@@ -69,10 +70,10 @@ def _make(root: Path, pairs: int) -> None:
         n = min(PAIRS_PER_SHARD, pairs - start)
         counts.append(n)
         images, texts = generator.draw(n)
-        atomic.write_array(image_array_path(directory, shard), images)
-        atomic.write_array(text_array_path(directory, shard), texts)
-        atomic.write_table(root / "pairs" / f"{shard:05d}.parquet", _pairs(shard, np.arange(start, start + n)))
-        atomic.write_table(root / "images" / f"{shard:05d}.parquet", IMAGES_SCHEMA.empty_table())
+        arrays.write_array(image_array_path(directory, shard), images)
+        arrays.write_array(text_array_path(directory, shard), texts)
+        tables.write_table(root / "pairs" / f"{shard:05d}.parquet", _pairs(shard, np.arange(start, start + n)))
+        tables.write_table(root / "images" / f"{shard:05d}.parquet", IMAGES_SCHEMA.empty_table())
     manifest = {
         "format": 1,
         "complete": True,
@@ -89,7 +90,7 @@ def _make(root: Path, pairs: int) -> None:
     (root / "fnpipe.json").write_text(json.dumps(manifest))
     stage = Workspace.open(root).stage("embeddings/clip")
     stage.begin({"model": "synthetic"}, {"pairs": manifest["digest"]})
-    atomic.write_table(stage.path / "bad.parquet", BAD_SCHEMA.empty_table())
+    tables.write_table(stage.path / "bad.parquet", BAD_SCHEMA.empty_table())
     stage.finish(["bad.parquet"], width=WIDTH, normalised=True, dtype="float16")
 
 

@@ -24,9 +24,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.files.digests import digest_files
-from fnpipe.pipeline.workspace.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
+from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA, PAIRS_SCHEMA
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 WORDS = tuple("a the red small dog street man two with on of in white sitting table near large green old bus".split())  # noqa: SIM905
 PAIRS_PER_SHARD = 1000
@@ -117,7 +118,7 @@ def make_workspace(root: Path, pairs: int) -> None:
         }
         for kind, schema in (("pairs", PAIRS_SCHEMA), ("images", IMAGES_SCHEMA)):
             table = pa.table({name: columns[name] for name in schema.names}, schema)
-            atomic.write_table(root / kind / f"{shard:05d}.parquet", table)
+            tables.write_table(root / kind / f"{shard:05d}.parquet", table)
     manifest = {
         "format": 1,
         "complete": True,

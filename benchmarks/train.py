@@ -31,17 +31,20 @@ import torch
 from PIL import Image
 
 from fnpipe.mining.data.train_pairs import read_members
-from fnpipe.mining.edges.reader import AMBIGUOUS, NEGATIVE, POSITIVE, EdgeLookup
+from fnpipe.mining.edges.labels import AMBIGUOUS, NEGATIVE, POSITIVE
+from fnpipe.mining.edges.lookup import EdgeLookup
 from fnpipe.pipeline.images.decode import decode_rgb
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.augment import make_augment
 from fnpipe.train.data.batches import FullPixels, Loader, RandomBatches
 from fnpipe.train.data.pictures import Samples
+from fnpipe.train.loop.optim import parameter_groups
 from fnpipe.train.model.build import build_model
-from fnpipe.train.model.model import ModelConfig, VLModel
+from fnpipe.train.model.config import ModelConfig
+from fnpipe.train.model.model import VLModel
 from fnpipe.train.objectives.ecm import PLAIN, EcmConfig
-from fnpipe.train.objectives.step import StepConfig, StepInput, TrainStep, mask_generator, parameter_groups
+from fnpipe.train.objectives.step import StepConfig, StepInput, TrainStep, mask_generator
 
 POSITIVE_SHARE, AMBIGUOUS_SHARE = 0.10, 0.05
 WORDS = tuple("a the red small dog street man two with on of in white sitting table near large green old bus".split())  # noqa: SIM905

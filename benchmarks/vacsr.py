@@ -6,8 +6,8 @@
     python benchmarks/vacsr.py DIR --seeds 1 --only foreign   # some of it; --report trains nothing
 
 Four kinds of frozen embeddings. *In-domain*: the encoder that ships with fnpipe, trained on scenes like these.
-*Restyled*: an encoder trained on scenes in another style (`fnpipe.pipeline.scenes.dataset.FOREIGN`: other shades, half of the
-backgrounds, captions that say less); it is trained once, four minutes of one core, and kept in DIR. *Foreign*: the same
+*Restyled*: an encoder trained on scenes in another style (`FOREIGN` in `fnpipe.pipeline.scenes.dataset`: other shades,
+half of the backgrounds, captions that say less); it is trained once, four minutes of one core. *Foreign*: the same
 encoder, which here sees every picture under bluish light, so that no colour is one whose name it has learned. Of seven
 lights, gammas and contrasts it is the one under which the cosine falls most, to about half; it was chosen by the cosine
 alone, after one seed on the restyled features had shown that these are not foreign enough for any adapter to gain 0.15
@@ -42,10 +42,11 @@ import torch
 from demo_checkpoints import Recipe, normalised, pretrain, warm_up
 
 from fnpipe.mining.connections.judge import Judge
+from fnpipe.mining.data.ranking import auroc, average_precision
 from fnpipe.mining.data.train_pairs import read_members
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.discriminators.protocol import ClipDiscriminator, cosine, fit_on_recorded
-from fnpipe.mining.views.accuracy import auroc, average_precision, edges_against_truth
+from fnpipe.mining.discriminators.similarity import ClipDiscriminator, cosine, fit_on_recorded
+from fnpipe.mining.views.accuracy import edges_against_truth
 from fnpipe.pipeline.embed.stage import EmbedConfig, embed
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.scenes.dataset import draw, write_scenes
@@ -54,16 +55,18 @@ from fnpipe.pipeline.shard.stage import ShardConfig, shard
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.evaluation.on_embeddings import adapted_rows
-from fnpipe.train.evaluation.retrieval import evaluate_embeddings, read_queries
+from fnpipe.train.evaluation.queries import read_queries
+from fnpipe.train.evaluation.retrieval import evaluate_embeddings
 from fnpipe.train.judges.encoder import RunEncoder
 from fnpipe.train.judges.itm import load_discriminator
 from fnpipe.train.judges.vacsr import VacsrDiscriminator
 from fnpipe.train.learners.embeddings import train_frozen
+from fnpipe.train.model.adapter import AdapterNet
 from fnpipe.train.model.build import build_model, load_model, save_model
+from fnpipe.train.model.config import ModelConfig
 from fnpipe.train.model.frozen_files import load_frozen_run
-from fnpipe.train.model.model import ModelConfig, VLModel
-from fnpipe.train.objectives.adapter import AdapterNet
-from fnpipe.train.runs.directory import SHIPPED
+from fnpipe.train.model.load import SHIPPED
+from fnpipe.train.model.model import VLModel
 
 IN_DOMAIN, RESTYLED, FOREIGN_DOMAIN, EMOJI = "in-domain", "restyled", "foreign", "emoji"
 SHUFFLED = 0.2

@@ -1,5 +1,5 @@
 """``python -m fnpipe.cli``: the form that torchrun starts."""
 
-from fnpipe.cli.app import main
+from fnpipe.cli.main import main
 
 main()

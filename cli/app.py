@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import errno
-import io
 import json
-import os
-import sys
-import traceback
 from collections.abc import Callable, Mapping
-from types import FrameType
 from typing import Annotated, Any, TypeVar
 
 import typer
 from typer.core import TyperCommand
 
 from fnpipe.cli.options import check_given
-from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.machine.shown import shown
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -44,11 +36,6 @@ app = _Commands(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-# What the system says of a path; where the user has named it, there is nothing to repair in the program.
-_PATH_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
-
-# What the system says when the machine is at its end.
-_MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG)
 
 # Of an error: what is wrong, where, and the way out, which stands at its end.
 _LONGEST_LINE = 2000
@@ -74,81 +61,3 @@ def emit(summary: Mapping[str, Any], as_json: bool, render: Callable[[], None]) 
         print(json.dumps(summary, ensure_ascii=False, default=str))
     else:
         render()
-
-
-def main() -> None:
-    """Run the command line. Exit codes: 0 done, 1 our fault or the machine's, 2 the input's or the flags'."""
-    for stream in (sys.stdout, sys.stderr):
-        # A file may be named by bytes that are no text.
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    sys.exit(run(sys.argv[1:]))
-
-
-def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code; a user's mistake becomes one line on stderr."""
-    from fnpipe.cli import main as commands  # noqa: F401  registers every command
-
-    # typer carries its own copy of click in some versions; its exceptions are reached through these two.
-    click_error = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-    command = typer.main.get_command(app)
-    try:
-        # Not `command.main`, which would answer Ctrl-C and a closed pipe before us.
-        with command.make_context("fnpipe", list(arguments) or ["--help"]) as context:
-            command.invoke(context)
-        sys.stdout.flush()
-    except InputError as error:
-        return _fail(str(error))
-    except click_error as error:  # type: ignore[misc]
-        return _fail(error.format_message())
-    except typer.Exit as done:
-        return int(done.exit_code)
-    except (typer.Abort, KeyboardInterrupt):
-        print("fnpipe: interrupted; run the same command again to continue", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
-        # The reader of our output (`head`) has gone: nothing is wrong, and nothing is left to say. Python would
-        # complain when it flushes at exit, so what is left goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except OSError as error:
-        return _fail_on_file(error, arguments)
-    except MemoryError as error:
-        _fail(
-            f"out of memory{f' ({error})' if str(error) else ''}; what is finished is kept: run the same command again"
-        )
-        return 1
-    return 0
-
-
-def _fail_on_file(error: OSError, arguments: list[str]) -> int:
-    """One line for what the system says of a file: a wrong path is the user's fault, all else the machine's or ours."""
-    name = None if error.filename is None else os.fspath(error.filename)
-    what = str(error) if name is None else f"{name}: {error.strerror}"
-    if error.errno in _MACHINE:
-        _fail(f"{what}; what is finished is kept: put it right and run the same command again")
-        return 1
-    if error.errno in (None, errno.ENAMETOOLONG) or (
-        isinstance(error, _PATH_ERRORS) and _is_named(name or what, arguments)
-    ):
-        return _fail(f"{what}; check the path and the files below it")
-    # Nobody but the program asked for this file.
-    ours = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if _module(frame).startswith("fnpipe.")]
-    lines = dict(traceback.walk_tb(error.__traceback__))
-    _fail(f"{what} ({type(error).__name__} in {_module(ours[-1])}, line {lines[ours[-1]]})")
-    return 1
-
-
-def _module(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", ""))
-
-
-def _is_named(path: str, arguments: list[str]) -> bool:
-    """Whether ``path`` is one that stands on the command line, or a part of the way to one."""
-    given = [os.path.abspath(word.rpartition("=")[2]) for word in arguments]
-    return any(f"{word}/".startswith(f"{os.path.abspath(path).rstrip('/')}/") for word in given)
-
-
-def _fail(message: str) -> int:
-    print("fnpipe: " + shown(" ".join(message.split()), _LONGEST_LINE), file=sys.stderr)
-    return 2

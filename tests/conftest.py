@@ -22,9 +22,10 @@ import pyarrow as pa
 import pytest
 from PIL import Image
 
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import arrays, atomic, tables
 from fnpipe.pipeline.files.digests import digest_files
-from fnpipe.pipeline.workspace.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
+from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA, PAIRS_SCHEMA
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 # How long an example takes says how busy the machine is. Whatever profile is loaded already stands otherwise.
 hypothesis.settings.register_profile("patient", hypothesis.settings(deadline=None))
@@ -160,9 +161,9 @@ def make_workspace(tmp_path: Path) -> MakeWorkspace:
                         )
                         split_counts[split] = split_counts.get(split, 0) + 1
                         pair_id += 1
-            atomic.write_table(root / "pairs" / f"{shard:05d}.parquet", pa.Table.from_pylist(rows, PAIRS_SCHEMA))
+            tables.write_table(root / "pairs" / f"{shard:05d}.parquet", pa.Table.from_pylist(rows, PAIRS_SCHEMA))
             images = pa.Table.from_pylist(image_rows, IMAGES_SCHEMA)
-            atomic.write_table(root / "images" / f"{shard:05d}.parquet", images)
+            tables.write_table(root / "images" / f"{shard:05d}.parquet", images)
             shards.append(f"shards/{shard:05d}.tar")
             images_per.append(len(members))
             pairs_per.append(len(rows))
@@ -192,7 +193,8 @@ def make_workspace(tmp_path: Path) -> MakeWorkspace:
 
 def write_embeddings(workspace: Workspace, name: str, images: np.ndarray, texts: np.ndarray) -> None:
     """Store (images, d) and (pairs, d) arrays, normalised, as a finished ``embeddings/<name>``; zero rows are bad."""
-    from fnpipe.pipeline.workspace.embeddings import BAD_SCHEMA, image_array_path, text_array_path
+    from fnpipe.pipeline.workspace.embeddings import image_array_path, text_array_path
+    from fnpipe.pipeline.workspace.schemas import BAD_SCHEMA
 
     stage = workspace.stage(f"embeddings/{name}")
     stage.begin({"model": "made"}, {"pairs": workspace.digest})
@@ -206,7 +208,7 @@ def write_embeddings(workspace: Workspace, name: str, images: np.ndarray, texts:
         bad += [{column: int(i), "reason": "zero"} for i in np.flatnonzero(norms[:, 0] == 0)]
         for shard in range(workspace.n_shards):
             path = path_of(stage.path, shard)
-            atomic.write_array(path, unit[starts[shard] : starts[shard + 1]])
+            arrays.write_array(path, unit[starts[shard] : starts[shard + 1]])
             outputs.append(path)
-    atomic.write_table(stage.path / "bad.parquet", pa.Table.from_pylist(bad, BAD_SCHEMA))
+    tables.write_table(stage.path / "bad.parquet", pa.Table.from_pylist(bad, BAD_SCHEMA))
     stage.finish([*outputs, "bad.parquet"], model="made", width=int(images.shape[1]), normalised=True, dtype="float16")

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
+from fnpipe.mining.data.ranking import auroc, average_precision
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.reader import AMBIGUOUS, DISCRIMINATOR, IDENTITY, NEGATIVE, POSITIVE
-from fnpipe.mining.views.accuracy import auroc, average_precision, edges_against_truth, share_true_at_random
+from fnpipe.mining.edges.labels import AMBIGUOUS, DISCRIMINATOR, IDENTITY, NEGATIVE, POSITIVE
+from fnpipe.mining.views.accuracy import edges_against_truth, share_true_at_random
 
 
 def test_precision_and_recall_are_of_what_was_judged_and_identity_is_apart():

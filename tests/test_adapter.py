@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnpipe.train.objectives.adapter import MAX_SCALE, AdapterNet, TowerMap, adapter_loss, infonce_loss
-from fnpipe.train.objectives.ecm import sigmoid_loss
+from fnpipe.train.model.adapter import MAX_SCALE, AdapterNet, TowerMap
+from fnpipe.train.objectives.adapter import adapter_loss, infonce_loss
+from fnpipe.train.objectives.contrastive import sigmoid_loss
 
 
 def unit_rows(n: int, width: int, seed: int = 0) -> torch.Tensor:

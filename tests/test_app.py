@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from conftest import MakePairs, MakeWorkspace, png
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.pipeline.errors import InputError
 
 

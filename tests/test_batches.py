@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from conftest import MakeWorkspace, flat_colour, png
 from fnpipe.mining.data.identity import Identity
 from fnpipe.mining.data.train_pairs import members_of, read_members
-from fnpipe.mining.edges.reader import AMBIGUOUS, POSITIVE, UNSCORED, EdgeLookup
+from fnpipe.mining.edges.labels import AMBIGUOUS, POSITIVE, UNSCORED
+from fnpipe.mining.edges.lookup import EdgeLookup
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.augment import augment_tiny, make_augment, random_resized_crop

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import pytest
 import webdataset
 
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.images.decode import decode_rgb
 from fnpipe.pipeline.sources.captions import clean_caption

@@ -17,9 +17,10 @@ from conftest import MakeWorkspace
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.judges.itm import ItmDiscriminator
-from fnpipe.train.loop.session import train
+from fnpipe.train.learners.train_pictures import train
 from fnpipe.train.model.build import build_model, load_model, save_model
-from fnpipe.train.model.model import ModelConfig, VLModel
+from fnpipe.train.model.config import ModelConfig
+from fnpipe.train.model.model import VLModel
 
 NAME = "coca-made"
 

@@ -9,7 +9,8 @@ import torch
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train.judges.itm import ItmDiscriminator, load_discriminator
 from fnpipe.train.model.build import build_model, save_model
-from fnpipe.train.model.model import ModelConfig, VLModel
+from fnpipe.train.model.config import ModelConfig
+from fnpipe.train.model.model import VLModel
 
 CAPTIONS = ["hi", "a red circle", "two big blue squares at the top of a grey scene"]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.mining.data.identity import Identity
 from fnpipe.mining.plans.chain import chain, chain_order
 from fnpipe.mining.plans.conflicts import (
@@ -22,8 +22,9 @@ from fnpipe.mining.plans.conflicts import (
     no_conflicts,
     repair,
 )
+from fnpipe.mining.plans.plan import read_plan
 from fnpipe.mining.plans.quantile import _nth_nearest, quantile_order
-from fnpipe.mining.plans.stage import GroupConfig, group, read_plan
+from fnpipe.mining.plans.stage import GroupConfig, group
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 

@@ -17,18 +17,20 @@ import pyarrow.dataset as ds
 import pytest
 
 from conftest import MakeWorkspace, flat_colour, png
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.mining.connections import trust
 from fnpipe.mining.connections.forecast import plan_mining
 from fnpipe.mining.connections.inputs import sample_candidates
 from fnpipe.mining.connections.judge import Judge
 from fnpipe.mining.connections.stage import MineConfig, mine_connections
-from fnpipe.mining.discriminators.protocol import ClipDiscriminator, LogisticFit
-from fnpipe.mining.edges.reader import EDGES_SCHEMA, EdgeLookup, read_edges, read_recorded
-from fnpipe.mining.edges.relabel import relabel, share_threshold
-from fnpipe.mining.plans.stage import PLAN_SCHEMA
+from fnpipe.mining.discriminators.similarity import ClipDiscriminator, LogisticFit
+from fnpipe.mining.edges.labels import share_threshold
+from fnpipe.mining.edges.lookup import EdgeLookup
+from fnpipe.mining.edges.reader import EDGES_SCHEMA, read_edges, read_recorded
+from fnpipe.mining.edges.relabel import relabel
+from fnpipe.mining.plans.plan import PLAN_SCHEMA
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.status import status
@@ -84,7 +86,7 @@ def write_plan(workspace: Workspace, name: str, epochs) -> None:
         columns = [np.array([row[c] for row in rows], np.int64) for c in range(4)]
         outputs.append(f"epoch-{number:03d}.parquet")
         table = pa.table(dict(zip(PLAN_SCHEMA.names, columns, strict=True))).cast(PLAN_SCHEMA)
-        atomic.write_table(stage.path / outputs[-1], table)
+        tables.write_table(stage.path / outputs[-1], table)
     stage.finish(outputs)
 
 
@@ -252,7 +254,7 @@ def as_in_0_1_0(stage):
     """Move a stage of edges to the names that 0.1.0 gave, whose record listed no outputs."""
     meta = json.loads((stage.path / "_meta.json").read_bytes())
     if (stage.path / "_recorded").is_dir():
-        atomic.write_table(stage.path / "recorded.parquet", read_recorded(stage))
+        tables.write_table(stage.path / "recorded.parquet", read_recorded(stage))
         shutil.rmtree(stage.path / "_recorded")
     atomic.write_json(stage.path / "meta.json", {key: meta[key] for key in meta if key != "outputs"})
     (stage.path / "_meta.json").unlink()
@@ -453,7 +455,7 @@ def test_relabel_moves_a_share_as_if_judged_with_it(make_workspace: MakeWorkspac
 def test_a_killed_relabel_is_no_pass_and_goes_on_when_run_again(make_workspace: MakeWorkspace, monkeypatch):
     workspace = build(make_workspace)
     mine_connections(workspace, MineConfig(name="a"), TableDiscriminator(stable_p))
-    write, calls = atomic.write_table, []
+    write, calls = tables.write_table, []
 
     def dies_at_the_second_part(path, table):
         calls.append(path)

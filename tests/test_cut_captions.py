@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_encoders import tiny_model
 
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.pipeline.embed.cut_captions import CUT_SCHEMA, cut_notes, find_cut
 from fnpipe.pipeline.embed.open_clip import Tokenize
 from fnpipe.train.judges.encoder import PadToContext

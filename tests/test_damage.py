@@ -16,11 +16,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from conftest import MakePairs, MakeWorkspace
-from fnpipe.cli.app import run
-from fnpipe.mining.graph.stage import Graph
-from fnpipe.mining.plans.stage import PLAN_SCHEMA, plan_path, read_plan
+from fnpipe.cli.main import run
+from fnpipe.mining.graph.graph import Graph
+from fnpipe.mining.plans.plan import PLAN_SCHEMA, plan_path, read_plan
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import arrays, tables
 from fnpipe.pipeline.files.destination import destination, new_directory
 from fnpipe.pipeline.made_by import make_again
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
@@ -43,13 +43,13 @@ def test_a_flipped_bit_never_gives_other_values(tmp_path: Path):
     path = tmp_path / "edges" / "itm" / "part-00000.parquet"
     # Random numbers are stored as they are, so that every bit of the page makes another number.
     table = pa.table({"p": np.random.default_rng(0).random(500)})
-    atomic.write_table(path, table)
+    tables.write_table(path, table)
     said = []
     for at in range(4, path.stat().st_size - 8, 53):
         flip(path, at, bit=at % 8)
         try:
             # What is no page (statistics, say) carries no checksum.
-            assert atomic.read_table(path)["p"].equals(table["p"])
+            assert tables.read_table(path)["p"].equals(table["p"])
         except InputError as error:
             said.append(str(error))
         flip(path, at, bit=at % 8)
@@ -59,14 +59,14 @@ def test_a_flipped_bit_never_gives_other_values(tmp_path: Path):
 
 def test_a_column_outside_of_its_span_is_damage_whether_it_is_read_or_not(tmp_path: Path):
     path = tmp_path / "t.parquet"
-    atomic.write_table(path, pa.table({"a": [3, 5], "b": [0, 1]}))
+    tables.write_table(path, pa.table({"a": [3, 5], "b": [0, 1]}))
     for columns in (["a"], ["b"]):
-        assert len(atomic.read_table(path, columns, spans={"a": (3, 6)})) == 2
+        assert len(tables.read_table(path, columns, spans={"a": (3, 6)})) == 2
         for span in ((4, 6), (0, 5)):
             with pytest.raises(InputError, match=r"damaged \(a 3 to 5, outside"):
-                atomic.read_table(path, columns, spans={"a": span})
-    atomic.write_table(path, pa.table({"a": pa.array([None], pa.int64())}))
-    assert len(atomic.read_table(path, spans={"a": (0, 1)})) == 1
+                tables.read_table(path, columns, spans={"a": span})
+    tables.write_table(path, pa.table({"a": pa.array([None], pa.int64())}))
+    assert len(tables.read_table(path, spans={"a": (0, 1)})) == 1
 
 
 @pytest.mark.parametrize("kind", ["pairs", "images"])
@@ -84,7 +84,7 @@ def test_a_table_with_a_row_less_or_in_another_order_is_damaged(make_workspace: 
     path = workspace.pairs_path(1)
     table = pq.read_table(path)
     for wrong in (table.slice(0, 4), table.take([0, 2, 1, 3, 4]), pa.concat_tables([table, table.slice(4)])):
-        atomic.write_table(path, wrong)
+        tables.write_table(path, wrong)
         with pytest.raises(InputError, match=r"pairs/00001\.parquet: damaged"):
             workspace.read_pairs(["pair_id", "caption"])
 
@@ -94,8 +94,8 @@ def a_graph(workspace: Workspace) -> Path:
     stage.begin({"k": 2}, {"pairs": workspace.digest})
     for direction, rows in (("i2t", workspace.n_images), ("t2i", workspace.n_pairs)):
         ids = np.stack([np.roll(np.arange(rows), 1), np.full(rows, -1)], axis=1)
-        atomic.write_array(stage.path / f"{direction}.ids.npy", ids)
-        atomic.write_array(stage.path / f"{direction}.sims.npy", np.zeros((rows, 2), np.float16))
+        arrays.write_array(stage.path / f"{direction}.ids.npy", ids)
+        arrays.write_array(stage.path / f"{direction}.sims.npy", np.zeros((rows, 2), np.float16))
     stage.finish([f"{d}.{part}.npy" for d in ("i2t", "t2i") for part in ("ids", "sims")])
     return stage.path
 
@@ -106,7 +106,7 @@ def test_an_id_of_a_graph_that_there_is_not_is_damage(value: int, fine: bool, ma
     path = a_graph(workspace) / "t2i.ids.npy"
     ids = np.load(path)
     ids[7, 1] = value
-    atomic.write_array(path, ids)
+    arrays.write_array(path, ids)
     if fine:
         assert Graph.open(workspace).t2i_ids[7, 1] == value
         return
@@ -124,11 +124,11 @@ def test_a_plan_whose_batches_do_not_count_on_or_whose_pairs_are_others_is_damag
     rows = [{"batch": i // 2, "slot": i % 2, "image_id": i, "pair_id": i} for i in range(4)]
     stage = workspace.stage("groups/g")
     stage.begin({"epochs": 1}, {"pairs": workspace.digest})
-    atomic.write_table(plan_path(stage, 0), pa.Table.from_pylist(rows, PLAN_SCHEMA))
+    tables.write_table(plan_path(stage, 0), pa.Table.from_pylist(rows, PLAN_SCHEMA))
     stage.finish([plan_path(stage, 0)])
     assert read_plan(stage, 0).to_pylist() == rows
     rows[1] |= wrong
-    atomic.write_table(plan_path(stage, 0), pa.Table.from_pylist(rows, PLAN_SCHEMA))
+    tables.write_table(plan_path(stage, 0), pa.Table.from_pylist(rows, PLAN_SCHEMA))
     with pytest.raises(InputError, match=r"epoch-000\.parquet: damaged .*fnpipe group .* --name g"):
         read_plan(stage, 0)
 

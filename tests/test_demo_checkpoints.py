@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from fnpipe.pipeline.scenes.dataset import draw
 from fnpipe.train.model.build import load_model
+from fnpipe.train.model.load import SHIPPED
 from fnpipe.train.model.model import VLModel
-from fnpipe.train.runs.directory import SHIPPED
 
 
 def _load_script() -> ModuleType:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from conftest import MakeWorkspace
-from fnpipe.mining.discriminators.protocol import (
+from fnpipe.mining.discriminators.protocol import EmbeddingDiscriminator
+from fnpipe.mining.discriminators.similarity import (
     ClipDiscriminator,
-    EmbeddingDiscriminator,
     LogisticFit,
     fit_logistic,
     fit_on_recorded,

@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace, write_embeddings
-from fnpipe.cli.app import run as run_cli
+from fnpipe.cli.main import run as run_cli
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.pictures import Samples
 from fnpipe.train.evaluation import eccv, metrics
@@ -27,7 +27,7 @@ from fnpipe.train.evaluation.eccv import CocoTest, read_coco_test
 from fnpipe.train.evaluation.metrics import Scores, precision_of_block, recall_of_block
 from fnpipe.train.evaluation.retrieval import evaluate_model
 from fnpipe.train.model.build import build_model
-from fnpipe.train.model.model import ModelConfig
+from fnpipe.train.model.config import ModelConfig
 
 Table = dict[int, list[int]]
 Labels = dict[str, dict[str, Table]]
@@ -198,11 +198,11 @@ def with_names(workspace: Workspace, names: list[str]) -> Workspace:
     """The same images under other names."""
     start = 0
     for shard in range(workspace.n_shards):
-        table = atomic.read_table(workspace.images_path(shard))
+        table = tables.read_table(workspace.images_path(shard))
         mine = names[start : start + len(table)]
         start += len(table)
         at = table.schema.get_field_index("image")
-        atomic.write_table(workspace.images_path(shard), table.set_column(at, "image", pa.array(mine, pa.string())))
+        tables.write_table(workspace.images_path(shard), table.set_column(at, "image", pa.array(mine, pa.string())))
     return Workspace.open(workspace.root)
 
 

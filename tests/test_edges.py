@@ -11,25 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
-from fnpipe.mining.edges.reader import (
+from fnpipe.mining.edges.labels import (
     AMBIGUOUS,
-    EDGES_SCHEMA,
     LABELS,
     NEGATIVE,
     POSITIVE,
     SOURCES,
     UNSCORED,
-    EdgeLookup,
     codes_in,
-    edge_parts,
     label_candidates,
     named,
-    part_path,
-    read_edges,
-    shard_of_part,
 )
+from fnpipe.mining.edges.lookup import EdgeLookup
+from fnpipe.mining.edges.reader import EDGES_SCHEMA, edge_parts, part_path, read_edges, shard_of_part
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import tables
 
 
 def test_probability_equal_to_a_threshold_is_ambiguous():
@@ -65,7 +61,7 @@ def write_part(stage, number, rows):
         "label": named(np.array([r[3] for r in rows]), LABELS),
         "source": named(np.zeros(len(rows)), SOURCES),
     }
-    atomic.write_table(stage.path / f"part-{number:05d}.parquet", pa.table(columns).cast(EDGES_SCHEMA))
+    tables.write_table(stage.path / f"part-{number:05d}.parquet", pa.table(columns).cast(EDGES_SCHEMA))
 
 
 @pytest.fixture
@@ -118,7 +114,7 @@ def test_reading_a_lookup_holds_little_beside_its_13_bytes_an_edge(make_workspac
         columns = {name: pa.nulls(each, EDGES_SCHEMA.field(name).type) for name in EDGES_SCHEMA.names}
         columns |= {"image_id": images, "pair_id": rng.integers(0, 3, each), "label": named(np.zeros(each), LABELS)}
         columns |= {"match_probability": pa.array(rng.random(each), pa.float32())}
-        atomic.write_table(stage.path / f"part-{number:05d}.parquet", pa.table(columns, schema=EDGES_SCHEMA))
+        tables.write_table(stage.path / f"part-{number:05d}.parquet", pa.table(columns, schema=EDGES_SCHEMA))
     stage.finish([part_path(stage, number) for number in range(10)])
     tracemalloc.start()
     lookup = EdgeLookup.read(stage)

@@ -13,15 +13,17 @@ from test_train_loop import FAST, logged, write_plan
 
 from conftest import MakeWorkspace, flat_colour, png
 from fnpipe.mining.connections.stage import MineConfig, mine_connections
-from fnpipe.mining.edges.reader import LABELS, UNSCORED, EdgesInfo, read_edges
+from fnpipe.mining.edges.labels import LABELS, UNSCORED
+from fnpipe.mining.edges.reader import EdgesInfo, read_edges
 from fnpipe.mining.edges.relabel import relabel
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.learners.embedding_keys import AdapterConfig
 from fnpipe.train.learners.embeddings import open_frozen_inputs
 from fnpipe.train.learners.inputs import Inputs, open_inputs
-from fnpipe.train.learners.keys import TINY, TrainConfig
-from fnpipe.train.loop.session import train
+from fnpipe.train.learners.keys import TrainConfig
+from fnpipe.train.learners.train_pictures import train
+from fnpipe.train.model.tiny import TINY
 from fnpipe.train.runs.directory import read_run_config
 
 MAFA = {**FAST, "method": "mafa", "epochs": 1, "edges": "share"}

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fnpipe.mining.edges.reader import LABELS, codes_in, read_edges
+from fnpipe.mining.edges.labels import LABELS, codes_in
+from fnpipe.mining.edges.reader import read_edges
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train.learners.keys import TrainConfig, make_config
 from fnpipe.train.model.build import load_model

@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 from tiny_encoders import TinyModel, tiny_model
 
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.pipeline.embed.stage import EmbedConfig, embed
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings
@@ -158,17 +158,17 @@ def test_little_shared_memory_is_no_trouble_and_changes_no_byte(make_workspace, 
 # A command that is killed with all its processes in the middle of the fourth shard.
 KILLED = """
 import os, signal, sys
-from fnpipe.cli.app import run
-from fnpipe.pipeline.files import atomic
+from fnpipe.cli.main import run
+from fnpipe.pipeline.files import atomic, arrays
 
-write = atomic.write_array
+write = arrays.write_array
 
 def write_some(path, array):
     if path.name == "img_emb_00003.npy":
         os.killpg(0, signal.SIGKILL)
     write(path, array)
 
-atomic.write_array = write_some
+arrays.write_array = write_some
 run(sys.argv[1:])
 """
 

@@ -13,13 +13,13 @@ from fnpipe.cli.commands.embed import own_name
 from fnpipe.pipeline.embed.open_clip import (
     Tokenize,
     check_model,
-    digest_weights,
     encode_cut_texts,
     load_open_clip,
     published_preprocessing,
     text_tower_to_cut,
 )
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files.digests import digest_weights
 from fnpipe.pipeline.machine import hub
 from fnpipe.pipeline.machine.device import pick_precision
 

@@ -13,7 +13,7 @@ import torch
 from test_embed import TableEncoder, captions, contents, local_directory_model, pictures
 from tiny_encoders import tiny_model
 
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.pipeline.embed.on_ray import embed_on_ray
 from fnpipe.pipeline.embed.stage import EmbedConfig, embed
 from fnpipe.pipeline.errors import InputError

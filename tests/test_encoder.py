@@ -12,7 +12,8 @@ import torch
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train.judges.encoder import RunEncoder, load_encoder
 from fnpipe.train.model.build import build_model, save_model
-from fnpipe.train.model.model import ModelConfig, VLModel
+from fnpipe.train.model.config import ModelConfig
+from fnpipe.train.model.model import VLModel
 
 
 @pytest.fixture(scope="module")

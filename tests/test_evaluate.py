@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace, flat_colour, png, write_embeddings
-from fnpipe.cli.app import run as run_cli
+from fnpipe.cli.main import run as run_cli
 from fnpipe.mining.data.truth import Truth
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.images.transform import Transform
@@ -23,15 +23,11 @@ from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.pictures import Samples
 from fnpipe.train.evaluation import retrieval as evaluate
-from fnpipe.train.evaluation.retrieval import (
-    evaluate_embeddings,
-    evaluate_model,
-    read_queries,
-    true_pairs,
-    usable_queries,
-)
+from fnpipe.train.evaluation.queries import read_queries, usable_queries
+from fnpipe.train.evaluation.retrieval import evaluate_embeddings, evaluate_model, true_pairs
 from fnpipe.train.model.build import build_model
-from fnpipe.train.model.model import ModelConfig, VLModel
+from fnpipe.train.model.config import ModelConfig
+from fnpipe.train.model.model import VLModel
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from PIL import Image
 from test_gallery import write_edges
 
 from conftest import MakeWorkspace, flat_colour
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.mining.exports import datasets as export_datasets
 from fnpipe.mining.exports.open_clip import known_false_negatives
 from fnpipe.mining.exports.records import ImageRecord, runs_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from test_gallery import write_edges
 
 from conftest import MakeWorkspace
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.mining.exports.card import loading
 from fnpipe.mining.exports.open_clip import training_command
 from fnpipe.mining.plans.materialize import materialize

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fnpipe.train.falcon.chain import Constant, construct, pair_similarities, ramp, rank_at
 from fnpipe.train.falcon.policy import (
-    Constant,
     Drawing,
     Draws,
     MovingBaseline,
@@ -21,11 +21,7 @@ from fnpipe.train.falcon.policy import (
     PolicyConfig,
     Recorded,
     Scheduler,
-    construct,
-    pair_similarities,
     policy_input,
-    ramp,
-    rank_at,
     reinforce_loss,
 )
 

@@ -25,10 +25,11 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.falcon import batches as falcon_batches
 from fnpipe.train.falcon.batches import EmbeddingCache, EpochConstruction, FalconBatches, FalconSource
-from fnpipe.train.falcon.policy import Chooser, Constant, Snapshot
+from fnpipe.train.falcon.chain import Chooser, Constant
+from fnpipe.train.falcon.policy import Snapshot
 from fnpipe.train.learners.keys import TrainConfig
-from fnpipe.train.loop.session import train
-from fnpipe.train.runs.directory import load_run, starting_model
+from fnpipe.train.learners.train_pictures import train
+from fnpipe.train.model.load import load_run, starting_model
 
 IMAGES = 26
 
@@ -402,7 +403,7 @@ def test_with_several_embeddings_one_must_be_chosen(workspace: Workspace):
 def test_doubted_pairs_are_left_out(workspace: Workspace):
     import pyarrow as pa
 
-    from fnpipe.pipeline.files import atomic
+    from fnpipe.pipeline.files import tables
 
     write_edges(workspace, [(0, 2, 0.9)])
     stage = workspace.stage("edges/made")
@@ -411,7 +412,7 @@ def test_doubted_pairs_are_left_out(workspace: Workspace):
         "match_probability": np.repeat(np.arange(IMAGES) >= 10, 2).astype(np.float32),
     }
     scores = stage.path / "_recorded/_part-00000.parquet"
-    atomic.write_table(scores, pa.table(table))
+    tables.write_table(scores, pa.table(table))
     stage.list_beside([scores])
     values = {**FALCON, "edges": "made", "min_recorded_probability": 0.5, "epochs": 1, "search_space": 16}
     train(workspace, values, run="r")
@@ -440,9 +441,9 @@ def test_processes_agree_on_the_batches_and_the_policy(workspace: Workspace):
 def test_hardness_lies_in_the_last_part_of_the_plain_quantile():
     """Share of true ones among the hardest in-batch negatives, by quantile, on the shipped encoder's embeddings."""
     from fnpipe.pipeline.scenes.dataset import draw
-    from fnpipe.train.falcon.policy import construct, pair_similarities
+    from fnpipe.train.falcon.chain import construct, pair_similarities
     from fnpipe.train.model.build import load_model
-    from fnpipe.train.runs.directory import SHIPPED
+    from fnpipe.train.model.load import SHIPPED
 
     count, batch = 4096, 64
     scenes, model = draw(count, 5), load_model(SHIPPED["demo"])

@@ -15,22 +15,23 @@ import torch
 from test_train_loop import write_edges, write_plan
 
 from conftest import MakeWorkspace, write_embeddings
-from fnpipe.cli.app import run as run_cli
+from fnpipe.cli.main import run as run_cli
 from fnpipe.mining.edges.reader import read_edges
 from fnpipe.mining.plans.stage import GroupConfig, group
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.evaluation.on_embeddings import evaluate_frozen_run, frozen_scores
-from fnpipe.train.evaluation.retrieval import evaluate_embeddings, read_queries
+from fnpipe.train.evaluation.queries import read_queries
+from fnpipe.train.evaluation.retrieval import evaluate_embeddings
 from fnpipe.train.judges.adapter import embed_adapted
 from fnpipe.train.judges.vacsr import VacsrDiscriminator, load_vacsr
 from fnpipe.train.learners.embedding_keys import FROZEN_METHODS, AdapterConfig, VacsrConfig
 from fnpipe.train.learners.embeddings import train_frozen
 from fnpipe.train.methods import read_values
+from fnpipe.train.model.adapter import AdapterNet
 from fnpipe.train.model.frozen_files import load_frozen_run
-from fnpipe.train.objectives.adapter import AdapterNet
-from fnpipe.train.objectives.vacsr import VacsrNet
+from fnpipe.train.model.vacsr import VacsrNet
 from fnpipe.train.runs.directory import read_run_config
 from fnpipe.train.runs.log import read_metrics
 from fnpipe.train.runs.state import STATE

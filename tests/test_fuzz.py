@@ -15,9 +15,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from conftest import MakeWorkspace
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.reader import EDGES_SCHEMA, EdgeLookup
+from fnpipe.mining.edges.lookup import EdgeLookup
+from fnpipe.mining.edges.reader import EDGES_SCHEMA
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.tars import read_members
 from fnpipe.pipeline.sources.open import READERS, open_sources

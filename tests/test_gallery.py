@@ -14,11 +14,12 @@ import pytest
 from browser import browse, find_browser
 from conftest import MakeWorkspace
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.reader import EDGES_SCHEMA, LABELS, SOURCES, label_candidates, named
+from fnpipe.mining.edges.labels import LABELS, SOURCES, label_candidates, named
+from fnpipe.mining.edges.reader import EDGES_SCHEMA
 from fnpipe.mining.edges.relabel import finish_edges
 from fnpipe.mining.views.gallery import embeddable, render_page, write_gallery
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.workspace.record import Stage
 from fnpipe.pipeline.workspace.workspace import Workspace
 
@@ -53,7 +54,7 @@ def write_edges(workspace: Workspace, rows) -> Stage:
     shards = np.searchsorted(workspace.image_starts, images, side="right") - 1
     for shard in range(workspace.n_shards):
         part = table.filter(pa.array(shards == shard))
-        atomic.write_table(stage.path / f"part-{shard:05d}.parquet", part)
+        tables.write_table(stage.path / f"part-{shard:05d}.parquet", part)
     finish_edges(stage, 0.5, 0.8, unique_combinations=len(rows), undecodable=0, new_per_source={})
     return stage
 

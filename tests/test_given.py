@@ -10,7 +10,8 @@ import pytest
 import typer
 
 from fnpipe.cli import main as commands  # noqa: F401  registers every command
-from fnpipe.cli.app import app, run
+from fnpipe.cli.app import app
+from fnpipe.cli.main import run
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
@@ -81,7 +82,7 @@ def test_every_command_takes_the_same_devices(name: str, capsys: pytest.CaptureF
 def test_what_is_refused_and_every_help_come_without_torch():
     program = """
 import sys, time
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.cli import main as commands
 import typer
 from fnpipe.cli.app import app

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from conftest import MakeWorkspace
 from fnpipe.mining.graph import on_device as device_search
 from fnpipe.mining.graph.exact import exact_nearest
+from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.graph.on_device import DeviceRows
 from fnpipe.mining.graph.recall import share_found
-from fnpipe.mining.graph.stage import Graph, GraphConfig, build_graph
+from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from conftest import MakeWorkspace
-from fnpipe.mining.graph.stage import Graph, GraphConfig, build_graph
+from fnpipe.mining.graph.graph import Graph
+from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.pipeline.embed.compute import unit_rows
 
 CASES = Path(__file__).parent / "cases" / "embeddings"

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 from conftest import MakeWorkspace
 from fnpipe.mining.graph import index as indexes
 from fnpipe.mining.graph.directions import Side
+from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.graph.index import cell_count, empty_index, make_indexes, open_index
 from fnpipe.mining.graph.recall import share_found
 from fnpipe.mining.graph.scan import InvertedLists, scan_lists
-from fnpipe.mining.graph.stage import Graph, GraphConfig, build_graph
+from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.mining.graph.top_k_bf16 import empty_short_lists, padded, push_bits, rerank, to_bfloat16
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.threads import torch_threads

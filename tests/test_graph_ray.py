@@ -12,7 +12,7 @@ from test_embed import contents
 from test_graph_faiss import topics
 
 from conftest import MakeWorkspace
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.mining.graph import search as searches
 from fnpipe.mining.graph import stage as graph
 from fnpipe.mining.graph.stage import GraphConfig, build_graph

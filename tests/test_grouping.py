@@ -10,15 +10,8 @@ import pytest
 from conftest import MakeWorkspace
 from fnpipe.mining.data.train_pairs import read_members
 from fnpipe.mining.graph.stage import GraphConfig, build_graph
-from fnpipe.mining.plans.stage import (
-    PLAN_SCHEMA,
-    GroupConfig,
-    grit_order,
-    group,
-    parse_search_space,
-    plan_epochs,
-    read_plan,
-)
+from fnpipe.mining.plans.plan import PLAN_SCHEMA, plan_epochs, read_plan
+from fnpipe.mining.plans.stage import GroupConfig, grit_order, group, parse_search_space
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace

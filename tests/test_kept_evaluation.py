@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import MakeWorkspace
-from fnpipe.cli.app import run as run_cli
+from fnpipe.cli.main import run as run_cli
 
 
 def test_an_evaluation_stays_with_its_run_by_split(make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str]):

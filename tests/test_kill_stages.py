@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from conftest import MakePairs
-from fnpipe.cli.app import run
-from fnpipe.pipeline.files import atomic
-from fnpipe.train.model.tensorfile import write_state
+from fnpipe.cli.main import run
+from fnpipe.pipeline.files import arrays, atomic
 from fnpipe.train.runs import state as checkpoints
+from fnpipe.train.runs.state import write_state
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
@@ -88,12 +88,12 @@ def test_a_file_that_only_the_program_asked_for_is_no_fault_of_the_flags(
 
 
 def test_an_array_that_finds_no_room_is_an_error_and_not_a_signal(tmp_path: Path):
-    array = atomic.new_array(tmp_path / "a.npy", np.int64, (1000, 8))
+    array = arrays.new_array(tmp_path / "a.npy", np.int64, (1000, 8))
     array[:] = 7
     array.flush()
     assert (np.load(tmp_path / "a.npy") == 7).all()
     # All of it has blocks on the disk: none is left to be found when it is written to.
-    new = atomic.new_array(tmp_path / "b.npy", np.int64, (1000, 8))
+    new = arrays.new_array(tmp_path / "b.npy", np.int64, (1000, 8))
     assert os.stat(tmp_path / "b.npy").st_blocks * 512 >= new.nbytes
 
 

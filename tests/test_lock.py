@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from conftest import MakePairs, MakeWorkspace
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import lock
 from fnpipe.pipeline.made_by import MADE_BY

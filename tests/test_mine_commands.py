@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from conftest import MakeWorkspace
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.mining.connections.stage import MineConfig, mine_connections
 from fnpipe.mining.edges.reader import read_edges
 from fnpipe.mining.plans.stage import GroupConfig, group
@@ -212,7 +212,7 @@ def test_a_trained_matching_head_judges_alike_in_any_block(make_workspace: MakeW
 
     from fnpipe.train.judges.itm import ItmDiscriminator
     from fnpipe.train.model.build import build_model
-    from fnpipe.train.model.model import ModelConfig
+    from fnpipe.train.model.config import ModelConfig
 
     torch.manual_seed(0)
     con_d = ItmDiscriminator(build_model(ModelConfig()), encode_batch=5, fuse_batch=7)

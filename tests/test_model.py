@@ -12,7 +12,8 @@ import torch
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train.model import tiny
 from fnpipe.train.model.build import _preprocess, build_model, load_model, save_model
-from fnpipe.train.model.model import ModelConfig, VLModel
+from fnpipe.train.model.config import ModelConfig
+from fnpipe.train.model.model import VLModel
 
 CAPTIONS = ["a small red circle", "two big blue squares at the top of a grey scene", "", "日本"]
 

@@ -14,9 +14,9 @@ import pytest
 from test_shard_sources import captions_of
 
 from conftest import png
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files.text import expand_braces, natural
+from fnpipe.pipeline.files.urls import expand_braces, natural
 from fnpipe.pipeline.images import reader as images
 from fnpipe.pipeline.images.reader import ImageReader, ImageRequest
 

@@ -12,21 +12,12 @@ import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnpipe.mining.edges.reader import AMBIGUOUS, NEGATIVE, POSITIVE, UNSCORED
+from fnpipe.mining.edges.labels import AMBIGUOUS, NEGATIVE, POSITIVE, UNSCORED
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.objectives.ecm import (
-    PLAIN,
-    EcmConfig,
-    consistency_loss,
-    ecm_decisions,
-    gather_rows,
-    itc_loss,
-    itc_targets,
-    itm_loss,
-    mlm_loss,
-    sigmoid_itc_loss,
-    sigmoid_loss,
-)
+from fnpipe.train.distributed import gather_rows
+from fnpipe.train.objectives.contrastive import consistency_loss, itc_loss, itc_targets, sigmoid_itc_loss, sigmoid_loss
+from fnpipe.train.objectives.ecm import PLAIN, EcmConfig, ecm_decisions
+from fnpipe.train.objectives.matching import itm_loss, mlm_loss
 
 # Asymmetric, so that swapped directions do not pass. Hardest text of each image: 1, 2, 0; hardest image of each
 # text: 2, 0, 1. Second: texts 2, 0, 1 and images 1, 2, 0.

@@ -49,7 +49,7 @@ def test_the_wheel_holds_every_module_and_every_data_file_under_fnpipe(wheel: zi
 
 def test_the_wheel_s_command_is_fnpipe(wheel: zipfile.ZipFile):
     name = next(name for name in wheel.namelist() if name.endswith("entry_points.txt"))
-    assert wheel.read(name).decode().split() == ["[console_scripts]", "fnpipe", "=", "fnpipe.cli.app:main"]
+    assert wheel.read(name).decode().split() == ["[console_scripts]", "fnpipe", "=", "fnpipe.cli.main:main"]
 
 
 def test_what_an_extra_brings_is_not_imported_without_it():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.pipeline.scenes.dataset import write_scenes
 
 README = Path(__file__).parent.parent / "README.md"

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fnpipe.cli.app import run as run_command
+from fnpipe.cli.main import run as run_command
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SCENES = 320

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import png
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.pipeline.shard import repeats
 from fnpipe.pipeline.shard.repeats import large_groups
 

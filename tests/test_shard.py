@@ -25,7 +25,7 @@ from fsspec.implementations.local import LocalFileSystem
 from PIL import Image
 
 from conftest import MakePairs, flat_colour, png
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.digests import digest_files
 from fnpipe.pipeline.files.ranges import read_ranges
@@ -33,7 +33,8 @@ from fnpipe.pipeline.images.decode import decode_rgb
 from fnpipe.pipeline.shard import assign_ids as finishing
 from fnpipe.pipeline.shard import write_shard as parts
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
-from fnpipe.pipeline.workspace.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA, Workspace
+from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA, PAIRS_SCHEMA
+from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.status import status
 
 Shard = Callable[..., Workspace]

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from conftest import flat_colour, png
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.tar_writer import TarWriter
-from fnpipe.pipeline.files.text import expand_braces
+from fnpipe.pipeline.files.urls import expand_braces
 from fnpipe.pipeline.images.decode import BadImage, decode_rgb
 from fnpipe.pipeline.images.reader import ImageReader, ImageRequest
 from fnpipe.pipeline.shard.order import held_out, image_groups, seeded_order, shard_rows

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.machine.shown import shown
 

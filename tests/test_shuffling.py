@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import MakePairs
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.mining.data.truth import Truth
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.shard import assign_ids as finishing
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
-from fnpipe.pipeline.shard.swap_captions import SHUFFLED, SHUFFLED_SCHEMA, shuffle_captions
+from fnpipe.pipeline.shard.swap_captions import shuffle_captions
+from fnpipe.pipeline.workspace.schemas import SHUFFLED, SHUFFLED_SCHEMA
 from fnpipe.pipeline.workspace.workspace import Workspace
 
 
@@ -64,7 +65,7 @@ def test_the_seed_decides_which_and_neither_workers_nor_a_kill_do(make_pairs: Ma
     whole = sharded(source, tmp_path / "whole", shuffle_captions=0.5)
     other = sharded(source, tmp_path / "other", shuffle_captions=0.5, seed=1)
     assert pq.read_table(whole.root / SHUFFLED)["pair_id"] != pq.read_table(other.root / SHUFFLED)["pair_id"]
-    write, calls = finishing.atomic.write_table, 0
+    write, calls = finishing.tables.write_table, 0
 
     def dying(path: Path, table: pa.Table) -> None:
         nonlocal calls
@@ -74,7 +75,7 @@ def test_the_seed_decides_which_and_neither_workers_nor_a_kill_do(make_pairs: Ma
         write(path, table)
 
     with monkeypatch.context() as patch:
-        patch.setattr(finishing.atomic, "write_table", dying)
+        patch.setattr(finishing.tables, "write_table", dying)
         with pytest.raises(KeyboardInterrupt):
             sharded(source, tmp_path / "killed", shuffle_captions=0.5)
     again = sharded(source, tmp_path / "killed", shuffle_captions=0.5, workers=2)

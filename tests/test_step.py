@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from test_objectives import losses_by_loop
 
-from fnpipe.mining.edges.reader import AMBIGUOUS, NEGATIVE, POSITIVE, UNSCORED
+from fnpipe.mining.edges.labels import AMBIGUOUS, NEGATIVE, POSITIVE, UNSCORED
 from fnpipe.train.model.build import build_model
-from fnpipe.train.model.model import ModelConfig, VLModel
+from fnpipe.train.model.config import ModelConfig
+from fnpipe.train.model.model import VLModel
 from fnpipe.train.objectives.ecm import PLAIN, EcmConfig
 from fnpipe.train.objectives.masking import IGNORED, mask_tokens
 from fnpipe.train.objectives.step import StepConfig, StepInput, TrainStep, mask_generator

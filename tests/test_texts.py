@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import png
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.pipeline.sources.captions import clean_caption
 from fnpipe.pipeline.sources.rows import RowBuilder
 from fnpipe.pipeline.sources.texts import read_texts

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from conftest import MakeWorkspace
-from fnpipe.cli.app import run as run_cli
+from fnpipe.cli.main import run as run_cli
 from fnpipe.train.learners.keys import METHODS
 from fnpipe.train.methods import describe_keys
 

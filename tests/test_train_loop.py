@@ -19,26 +19,21 @@ import pytest
 import torch
 
 from conftest import MakeWorkspace, flat_colour
-from fnpipe.mining.edges.reader import EDGES_SCHEMA, LABELS, SOURCES, named
+from fnpipe.mining.edges.labels import LABELS, SOURCES, named
+from fnpipe.mining.edges.reader import EDGES_SCHEMA
 from fnpipe.mining.edges.relabel import finish_edges
-from fnpipe.mining.plans.stage import PLAN_SCHEMA
+from fnpipe.mining.plans.plan import PLAN_SCHEMA
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.batches import Batch
 from fnpipe.train.learners.pictures import compile_blocks
-from fnpipe.train.loop.session import train
+from fnpipe.train.learners.train_pictures import train
+from fnpipe.train.loop.optim import learning_rate, parameter_groups
+from fnpipe.train.model.load import load_run, starting_model
 from fnpipe.train.objectives.ecm import PLAIN, ecm_decisions
-from fnpipe.train.objectives.step import (
-    StepConfig,
-    StepInput,
-    TrainStep,
-    false_negatives,
-    learning_rate,
-    mask_generator,
-    parameter_groups,
-)
-from fnpipe.train.runs.directory import load_run, read_run_config, starting_model
+from fnpipe.train.objectives.step import StepConfig, StepInput, TrainStep, false_negatives, mask_generator
+from fnpipe.train.runs.directory import read_run_config
 from fnpipe.train.runs.log import read_metrics
 from fnpipe.train.runs.state import STATE
 
@@ -65,7 +60,7 @@ def write_plan(workspace: Workspace, batches: list[list[int]], name: str = "grit
     params = {"sampling": "grit", "batch_size": len(batches[0]), "epochs": epochs}
     stage.begin(params, {"pairs": workspace.digest})
     for epoch in range(epochs):
-        atomic.write_table(stage.path / f"epoch-{epoch:03d}.parquet", pa.Table.from_pylist(rows, PLAN_SCHEMA))
+        tables.write_table(stage.path / f"epoch-{epoch:03d}.parquet", pa.Table.from_pylist(rows, PLAN_SCHEMA))
     stage.finish([f"epoch-{epoch:03d}.parquet" for epoch in range(epochs)])
 
 
@@ -92,7 +87,7 @@ def write_edges(workspace: Workspace, judged: list[tuple[int, int, float]], name
     table, shards = pa.table(columns, EDGES_SCHEMA), workspace.shards_of(np.array(columns["image_id"], np.int64))
     parts = [stage.path / f"part-{shard:05d}.parquet" for shard in range(workspace.n_shards)]
     for shard, part in enumerate(parts):
-        atomic.write_table(part, table.filter(pa.array(shards == shard)))
+        tables.write_table(part, table.filter(pa.array(shards == shard)))
     finish_edges(stage, 0.5, 0.8)
 
 
@@ -181,7 +176,7 @@ def test_sigterm_saves_and_stops_and_the_run_goes_on(mafa_workspace: Workspace):
 KILLED = """
 import json, os, signal, sys
 from fnpipe.pipeline.workspace.workspace import Workspace
-from fnpipe.train.loop.session import train
+from fnpipe.train.learners.train_pictures import train
 
 def after_step(step):
     if step == 8:
@@ -417,7 +412,7 @@ def test_recorded_pairs_that_are_doubted_are_left_out(mafa_workspace: Workspace)
     table = pa.table({"pair_id": list(p), "match_probability": pa.array(list(p.values()), pa.float32())})
     edges = mafa_workspace.stage("edges/made")
     scores = edges.path / "_recorded/_part-00000.parquet"
-    atomic.write_table(scores, table)
+    tables.write_table(scores, table)
     edges.list_beside([scores])
     summary = train(mafa_workspace, {**MAFA, "min_recorded_probability": 0.5}, run="r")
     assert summary["steps"] == 10

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from test_connections import TableDiscriminator, stable_p, write_plan
 
 from conftest import MakeWorkspace, flat_colour
-from fnpipe.cli.app import run as run_cli
+from fnpipe.cli.main import run as run_cli
 from fnpipe.mining.connections.stage import MineConfig, mine_connections
-from fnpipe.mining.connections.trust import trust_of
 from fnpipe.mining.edges.reader import NOT_MEASURED, EdgesInfo
 from fnpipe.mining.edges.relabel import relabel
+from fnpipe.mining.edges.trust import trust_of
 from fnpipe.pipeline.workspace.workspace import Workspace
 
 

@@ -10,9 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnpipe.train.objectives.vacsr import (
+from fnpipe.train.model.vacsr import (
     VARIANCE_FLOOR,
-    LossConfig,
     Noise,
     SeededNoise,
     VacsrNet,
@@ -20,10 +19,8 @@ from fnpipe.train.objectives.vacsr import (
     kl_to_standard_normal,
     logits_in_tiles,
     pair_scores,
-    reconstruction,
-    sigma_expression,
-    vacsr_loss,
 )
+from fnpipe.train.objectives.vacsr import LossConfig, reconstruction, sigma_expression, vacsr_loss
 
 PLAIN = LossConfig()
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from conftest import MakeWorkspace
-from fnpipe.cli.app import run as run_cli
+from fnpipe.cli.main import run as run_cli
 from fnpipe.mining.edges.reader import read_edges
 from fnpipe.mining.plans.stage import GroupConfig, group
 from fnpipe.pipeline.workspace.workspace import Workspace
-from fnpipe.train.loop.session import train
+from fnpipe.train.learners.train_pictures import train
 from fnpipe.train.model.frozen_files import beside, load_frozen_run
 from fnpipe.train.runs.log import read_metrics
 

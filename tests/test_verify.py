@@ -14,11 +14,11 @@ import pytest
 from PIL import Image
 
 from conftest import MakePairs, MakeWorkspace, write_embeddings
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.mining.plans.stage import GroupConfig, group
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
-from fnpipe.pipeline.shard.write_shard import QUARANTINE_SCHEMA
+from fnpipe.pipeline.workspace.schemas import QUARANTINE_SCHEMA
 from fnpipe.pipeline.workspace.verify import verify
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.runs.directory import checkpoint_digests
@@ -128,7 +128,7 @@ def test_a_stage_made_from_other_pairs_and_a_damaged_record_are_findings(sound: 
 
 def test_a_workspace_without_lists_is_held_against_its_digests(make_workspace: MakeWorkspace):
     workspace = make_workspace(9)
-    atomic.write_table(workspace.root / "quarantine.parquet", QUARANTINE_SCHEMA.empty_table())
+    tables.write_table(workspace.root / "quarantine.parquet", QUARANTINE_SCHEMA.empty_table())
     rows = np.random.default_rng(0).normal(size=(9, 4))
     write_embeddings(workspace, "clip", rows, rows)
     meta = workspace.root / "embeddings" / "clip" / "meta.json"
@@ -141,7 +141,7 @@ def test_a_workspace_without_lists_is_held_against_its_digests(make_workspace: M
     assert finding.path.endswith("embeddings/clip")
     # Another caption in a table that is sound in itself.
     pairs = workspace.read_pairs(shard=0)
-    atomic.write_table(workspace.pairs_path(0), pairs.set_column(4, "caption", pa.array(["other"] * len(pairs))))
+    tables.write_table(workspace.pairs_path(0), pairs.set_column(4, "caption", pa.array(["other"] * len(pairs))))
     assert str(workspace.root / "pairs") in {finding.path for finding in verify(workspace.root).findings}
 
 

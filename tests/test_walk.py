@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
-from fnpipe.cli.app import run
+from fnpipe.cli.main import run
 from fnpipe.mining.data.train_pairs import read_members
 from fnpipe.mining.graph.exact import exact_nearest
-from fnpipe.mining.graph.stage import Graph, GraphConfig, build_graph
+from fnpipe.mining.graph.graph import Graph
+from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.mining.plans.chain import grit_order
 from fnpipe.mining.plans.conflicts import no_conflicts
 from fnpipe.mining.plans.graph_walk import BY_LIST, BY_RESTART, BY_SEARCH, Network, walk, walk_graph

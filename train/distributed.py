@@ -116,3 +116,30 @@ def processes(device: str) -> Iterator[Processes]:
     finally:
         if ours:
             dist.destroy_process_group()
+
+
+# ---------------------------------------------------------------------------------------------------- processes
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        # Every process's loss depends on these rows: their gradients add up. (gloo has no reduce_scatter.)
+        grad = grads[0].contiguous()
+        dist.all_reduce(grad)
+        return grad.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def gather_rows(rows: torch.Tensor) -> torch.Tensor:
+    """(B, e) of each process -> (B x world, e) in rank order, with gradients; the input itself without processes.
+
+    B must be the same everywhere. With DDP's mean over processes, the mean of the local losses over gathered columns
+    has the gradient of one process's loss over the joint batch.
+    """
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return rows
+    return _GatherRows.apply(rows)  # type: ignore[no-any-return]

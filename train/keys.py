@@ -14,6 +14,24 @@ from typing import Any
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.machine.limits import most
 
+# What a key of training takes, where it takes one of a few words.
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "method": ("itc", "albef", "grit", "mafa", "falcon"),
+    "false_negatives": ("positive", "drop", "ignore"),
+    "unscored": ("negative", "next"),
+    "second": ("plain", "next-negative"),
+    "itc_loss": ("softmax", "sigmoid"),
+    "text_attention": ("own", "bidirectional"),
+    "precision": ("auto", "fp32", "bf16", "fp16"),
+    "augment": ("auto", "tiny", "albef", "open-clip", "none"),
+    "scheduler": ("learned", "fixed", "hardening", "softening"),
+    "quantile_scale": ("rank", "log-rank"),
+    "policy_level": ("anchor", "batch"),
+    "policy_input": ("softmax", "standardised"),
+    "baseline": ("moving", "none"),
+    "reward": ("mlm", "itg"),
+}
+
 _KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 
@@ -169,3 +187,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{path}: holds no `key: value` lines")
     return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
+# What a resumed run may change: where and how fast it runs, not what it computes.
+FREE_ON_RESUME = frozenset({"device", "threads", "workers", "cache_mib", "materialized", "tensorboard"})

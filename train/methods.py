@@ -10,15 +10,16 @@ from fnpipe.mining.data.truth import Truth
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.evaluation.on_embeddings import evaluate_frozen_run
-from fnpipe.train.evaluation.retrieval import TOP_K, Measure, Queries
+from fnpipe.train.evaluation.queries import Queries
+from fnpipe.train.evaluation.retrieval import TOP_K, Measure
 from fnpipe.train.evaluation.retrieval import evaluate_run as evaluate_model_run
-from fnpipe.train.keys import describe, given_values, meanings, typed
+from fnpipe.train.keys import CHOICES, describe, given_values, meanings, typed
 from fnpipe.train.learners.embedding_keys import FROZEN_METHODS
 from fnpipe.train.learners.embeddings import train_frozen
-from fnpipe.train.learners.keys import CHOICES, METHODS, TrainConfig
-from fnpipe.train.loop.session import train as train_model
-from fnpipe.train.model.frozen_files import is_frozen_run, run_path
-from fnpipe.train.runs.directory import CONFIG, read_run_config, run_directory
+from fnpipe.train.learners.keys import METHODS, TrainConfig
+from fnpipe.train.learners.train_pictures import train as train_model
+from fnpipe.train.model.frozen_files import is_frozen_run
+from fnpipe.train.runs.directory import CONFIG, read_run_config, run_directory, run_path
 
 ALL_METHODS = (*METHODS, *FROZEN_METHODS)
 

@@ -13,13 +13,14 @@ from typing import Any
 import pyarrow.compute as pc
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic
-from fnpipe.pipeline.files.ranges import is_remote, local_path
+from fnpipe.pipeline.files import tables
+from fnpipe.pipeline.files.urls import is_remote, local_path
 from fnpipe.pipeline.made_by import MADE_BY
 from fnpipe.pipeline.shard.stage import ShardConfig, summary_of
-from fnpipe.pipeline.shard.write_shard import PARTS
+from fnpipe.pipeline.workspace.manifest import MANIFEST, read_manifest
 from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import MANIFEST, Workspace, read_manifest
+from fnpipe.pipeline.workspace.schemas import PARTS
+from fnpipe.pipeline.workspace.workspace import Workspace
 
 _EXAMPLES = 5
 # What ``evaluate`` leaves in a run.
@@ -259,7 +260,7 @@ def _con_d(stages: Sequence[_Found]) -> str:
 
 
 def _examples(root: Path) -> dict[str, list[dict[str, Any]]]:
-    table = atomic.read_table(root / "quarantine.parquet")
+    table = tables.read_table(root / "quarantine.parquet")
     reasons = pc.unique(table["reason"]).to_pylist()
     return {
         reason: table.filter(pc.equal(table["reason"], reason)).slice(0, _EXAMPLES).to_pylist() for reason in reasons

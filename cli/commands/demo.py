@@ -248,7 +248,7 @@ def _mine(workspace: Workspace, truth: Truth, config: DemoConfig) -> Done:
 def _train(workspace: Workspace, method: str, values: Mapping[str, Any]) -> Done:
     import numpy as np
 
-    from fnpipe.train.loop.session import train
+    from fnpipe.train.learners.train_pictures import train
     from fnpipe.train.runs.log import read_metrics
 
     # Nothing is chosen by the test split: the last weights are the run's result.
@@ -267,8 +267,9 @@ def _train(workspace: Workspace, method: str, values: Mapping[str, Any]) -> Done
 def _evaluate(workspace: Workspace, truth: Truth) -> Done:
     """Figures of the start and of every run, kept by the digest of the weights."""
     from fnpipe.pipeline.files import atomic
-    from fnpipe.train.learners.inputs import file_digest
-    from fnpipe.train.runs.directory import checkpoint_path, model_file
+    from fnpipe.pipeline.files.digests import file_digest
+    from fnpipe.train.model.load import model_file
+    from fnpipe.train.runs.directory import checkpoint_path
 
     kept = workspace.root / FIGURES
     known = json.loads(kept.read_bytes()) if kept.exists() else {}
@@ -286,8 +287,9 @@ def _evaluate(workspace: Workspace, truth: Truth) -> Done:
 
 def _retrieval(workspace: Workspace, truth: Truth, checkpoint: Path) -> dict[str, float]:
     """R@1 and mAP@R in percent, means of both directions: of the dual encoder, and re-ranked by ITM."""
-    from fnpipe.train.evaluation.retrieval import evaluate_model, read_queries
-    from fnpipe.train.runs.directory import load_run
+    from fnpipe.train.evaluation.queries import read_queries
+    from fnpipe.train.evaluation.retrieval import evaluate_model
+    from fnpipe.train.model.load import load_run
 
     found = evaluate_model(workspace, load_run(checkpoint), read_queries(workspace, "test"), truth, rerank=True)
     return {f"{kind}_{key}": found[kind][key] for kind in ("dual", "itm") for key in ("r1", "map_at_r")}

@@ -11,10 +11,10 @@ import typer
 from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, app, emit
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.shown import shown
+from fnpipe.train.judges.specs import load_encoder
 
 if TYPE_CHECKING:
     from fnpipe.pipeline.embed.import_clip_retrieval import ImportSummary
-    from fnpipe.pipeline.embed.open_clip import Encoder
     from fnpipe.pipeline.embed.stage import EmbedConfig, EmbedSummary
     from fnpipe.pipeline.workspace.workspace import Workspace
 
@@ -131,23 +131,6 @@ def _embed_adapted(workspace: Workspace, model: str, config: EmbedConfig, device
     from fnpipe.train.judges.adapter import embed_adapted
 
     return embed_adapted(workspace, model, config, device=pick_device(device))
-
-
-def load_encoder(
-    model: str, workspace: Path, pretrained: str | None = None, device: str = "auto", precision: str = "auto"
-) -> Encoder:
-    """The encoder that a ``--model`` names: ``run:NAME`` of the workspace, ``demo``, or an open_clip model."""
-    from fnpipe.pipeline.embed.open_clip import load_open_clip
-    from fnpipe.pipeline.machine.device import pick_device
-
-    if model != "demo" and not model.startswith("run:"):
-        return load_open_clip(model, pretrained, device, precision)
-    if pretrained:
-        raise InputError(f"--model {model} brings its own weights; leave --pretrained {pretrained} out")
-    from fnpipe.pipeline.workspace.workspace import Workspace
-    from fnpipe.train.judges.encoder import load_encoder as load_own
-
-    return load_own(model, Workspace.open(workspace), pick_device(device), precision)
 
 
 def _required(model: str | None) -> str:

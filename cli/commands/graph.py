@@ -188,12 +188,12 @@ def audit_command(
     if tau_high is not None and not discriminator:
         raise InputError(f"--tau-high {tau_high:g} cuts a discriminator's p; name one with --discriminator")
     opened = Workspace.open(workspace)
-    from fnpipe.cli.commands.mine import embeddings_for, load_discriminator
     from fnpipe.mining.connections.inputs import MineConfig
     from fnpipe.mining.data.truth import Truth
     from fnpipe.mining.plans.stage import parse_search_space
     from fnpipe.mining.views.audit import AuditConfig, audit, discriminator_judge  # torch loads here
     from fnpipe.mining.views.audit_plot import check_plot_path, label, write_plot
+    from fnpipe.train.judges.specs import embeddings_for, load_discriminator
 
     tau_high = MineConfig.tau_high if tau_high is None else tau_high
     spaces = tuple(parse_search_space(space) for space in search_space) if search_space else None

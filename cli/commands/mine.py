@@ -6,7 +6,6 @@ import shlex
 import sys
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,17 +13,14 @@ import typer
 from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, app, emit
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.shown import shown
+from fnpipe.train.judges.specs import UNCALIBRATED, embeddings_for, load_discriminator
 
 if TYPE_CHECKING:
     from fnpipe.mining.connections.forecast import MinePlan
-    from fnpipe.mining.connections.stage import MineConfig, MineSummary
-    from fnpipe.mining.discriminators.protocol import AnyDiscriminator, LogisticFit, Similarity
+    from fnpipe.mining.connections.stage import MineSummary
     from fnpipe.mining.views.accuracy import EdgeAccuracy
     from fnpipe.mining.views.inspection import EdgeView
-    from fnpipe.pipeline.workspace.workspace import Workspace
 
-# Their p is far too sure of candidates, unless it was fitted.
-UNCALIBRATED = ("clip", "vacsr")
 
 EdgesOption = Annotated[str | None, typer.Option("--edges", help="Which edges; the only ones there are if not given.")]
 TauHighOption = Annotated[float | None, typer.Option(help="Positive above this probability. Default: 0.8.")]
@@ -142,79 +138,6 @@ def _thresholds(tau_low: float | None, tau_high: float | None, positive_share: f
         flags = " and ".join(f"--{name.replace('_', '-')} {tau:g}" for name, tau in given.items())
         raise InputError(f"--positive-share {positive_share:g} labels by rank, whatever p is; leave {flags} out")
     return given
-
-
-def embeddings_for(spec: str, workspace: Workspace, named: str | None) -> str | None:
-    """The embeddings that candidates are proposed and judged by: those named, else vacsr's own; None: the only ones."""
-    if named is not None or spec.partition(":")[0] != "vacsr":
-        return named
-    from fnpipe.train.judges.vacsr import embeddings_of
-
-    return embeddings_of(spec, workspace)
-
-
-def load_discriminator(
-    spec: str,
-    workspace: Workspace,
-    config: MineConfig,
-    calibrate_on: str | None = None,
-    device: str = "auto",
-    precision: str = "auto",
-) -> AnyDiscriminator:
-    """The discriminator that a ``--discriminator`` names."""
-    kind, _, model = spec.partition(":")
-    if kind == "clip":
-        return _load_clip(workspace, config, calibrate_on)
-    if kind == "itm":
-        from fnpipe.pipeline.machine.device import pick_device
-        from fnpipe.train.judges.itm import load_discriminator as load_itm
-
-        return load_itm(spec, workspace, pick_device(device), precision)
-    if kind == "vacsr":
-        from fnpipe.pipeline.machine.device import pick_device
-        from fnpipe.train.judges.vacsr import load_vacsr
-
-        con_d = load_vacsr(spec, workspace, config.embeddings, pick_device(device))
-        if calibrate_on is None:
-            return con_d
-        return con_d.fitted(_calibration(workspace, config, calibrate_on, con_d.logits))
-    if kind == "blip":
-        from fnpipe.mining.discriminators.blip import load_blip
-
-        return load_blip(model, device, precision)
-    from fnpipe.mining.discriminators.protocol import load_registered
-
-    return load_registered(spec, workspace)
-
-
-def _load_clip(workspace: Workspace, config: MineConfig, calibrate_on: str | None) -> AnyDiscriminator:
-    from fnpipe.mining.discriminators.protocol import ClipDiscriminator, cosine, fit_on_recorded
-    from fnpipe.pipeline.workspace.embeddings import Embeddings
-
-    opened = Embeddings.open(workspace, config.embeddings)
-    if calibrate_on is None:
-        return ClipDiscriminator(opened, fit_on_recorded(workspace, opened))
-    return ClipDiscriminator(opened, _calibration(workspace, config, calibrate_on, cosine))
-
-
-def _calibration(workspace: Workspace, config: MineConfig, calibrate_on: str, similarity: Similarity) -> LogisticFit:
-    """The curve over ``similarity`` that fits judged edges or a truth file."""
-    from fnpipe.mining.connections.inputs import sample_candidates
-    from fnpipe.mining.data.truth import Truth
-    from fnpipe.mining.discriminators.protocol import FIT_SAMPLE, fit_on_edges, fit_on_truth
-    from fnpipe.pipeline.workspace.embeddings import Embeddings
-
-    opened = Embeddings.open(workspace, config.embeddings)
-    if calibrate_on in workspace.names("edges"):
-        judged = workspace.resolve("edges", calibrate_on, "--calibrate-on")
-        return fit_on_edges(opened, judged, similarity=similarity)
-    if not Path(calibrate_on).is_file():
-        known = ", ".join(workspace.names("edges")) or "no edges"
-        raise InputError(f"--calibrate-on {calibrate_on}: neither a truth file nor edges of {workspace.root} ({known})")
-    truth, sample = Truth.read(calibrate_on, workspace), sample_candidates(workspace, config, FIT_SAMPLE)
-    true = truth.matches(sample.image_ids, sample.pair_ids)
-    name = Path(calibrate_on).name
-    return fit_on_truth(opened, sample.image_ids, sample.pair_ids, true, name, similarity=similarity)
 
 
 @app.command("relabel")

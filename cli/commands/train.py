@@ -171,7 +171,7 @@ def evaluate_command(
 
     opened = Workspace.open(workspace)
     from fnpipe.mining.data.truth import Truth
-    from fnpipe.train.evaluation.retrieval import read_queries  # torch loads here
+    from fnpipe.train.evaluation.queries import read_queries  # torch loads here
 
     known = Truth.read(truth, opened) if truth is not None else None
     measure, matched = None, {}
@@ -229,7 +229,8 @@ def export_model_command(
 
     opened = Workspace.open(workspace)
     from fnpipe.train.model.export_open_clip import export_model  # torch loads here
-    from fnpipe.train.runs.directory import find_run, load_run
+    from fnpipe.train.model.load import load_run
+    from fnpipe.train.runs.directory import find_run
 
     exported = export_model(load_run(find_run(opened, run), checkpoint), directory)
     summary = {"run": run, **asdict(exported)}

@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from fnpipe.mining.data.identity import combination_keys, pair_images, train_pairs
-from fnpipe.pipeline.files import atomic
+from fnpipe.mining.data.keys import combination_keys
+from fnpipe.mining.data.train_pairs import pair_images, train_pairs
+from fnpipe.pipeline.files import arrays, atomic
 from fnpipe.pipeline.files.arrays import map_arrays
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
@@ -206,8 +207,8 @@ def write_runs(directory: Path, sources: Iterable[Source], *, rows_per_run: int 
         names.append(name)
         for run in _runs(proposals, rows_per_run):
             number = len(index)
-            atomic.write_array(directory / f"run-{number:05d}.keys.npy", run.keys)
-            atomic.write_array(directory / f"run-{number:05d}.ranks.npy", np.stack([run.rank_i2t, run.rank_t2i]))
+            arrays.write_array(directory / f"run-{number:05d}.keys.npy", run.keys)
+            arrays.write_array(directory / f"run-{number:05d}.ranks.npy", np.stack([run.rank_i2t, run.rank_t2i]))
             index.append({"source": len(names) - 1, "rows": len(run.keys)})
     atomic.write_json(directory / INDEX, {"sources": names, "runs": index})
 

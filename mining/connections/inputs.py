@@ -23,9 +23,10 @@ from fnpipe.mining.connections.candidates import (
 from fnpipe.mining.connections.judge import Judge
 from fnpipe.mining.data.identity import IDENTITY_BOUND
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator
-from fnpipe.mining.edges.reader import TAU_HIGH, TAU_LOW, check_thresholds
-from fnpipe.mining.graph.stage import Graph
-from fnpipe.mining.plans.stage import plan_epochs, read_plan
+from fnpipe.mining.edges.labels import check_thresholds
+from fnpipe.mining.edges.reader import TAU_HIGH, TAU_LOW
+from fnpipe.mining.graph.graph import Graph
+from fnpipe.mining.plans.plan import plan_epochs, read_plan
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.workspace.embeddings import Embeddings

@@ -12,24 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fnpipe.mining.connections.candidates import NOT_PROPOSED, Candidates
-from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity, combination_keys
-from fnpipe.mining.discriminators.protocol import (
-    AnyDiscriminator,
-    Discriminator,
-    EmbeddingDiscriminator,
-    cosine,
-)
-from fnpipe.mining.edges.reader import (
-    DISCRIMINATOR,
-    EDGES_SCHEMA,
-    IDENTITY,
-    LABELS,
-    POSITIVE,
-    RECORDED_SCHEMA,
-    SOURCES,
-    label_candidates,
-    named,
-)
+from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity
+from fnpipe.mining.data.keys import combination_keys
+from fnpipe.mining.discriminators.protocol import AnyDiscriminator, Discriminator, EmbeddingDiscriminator
+from fnpipe.mining.discriminators.similarity import cosine
+from fnpipe.mining.edges.labels import DISCRIMINATOR, IDENTITY, LABELS, POSITIVE, SOURCES, label_candidates, named
+from fnpipe.mining.edges.reader import EDGES_SCHEMA, RECORDED_SCHEMA
 from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.images.decode import decode_or_none
 from fnpipe.pipeline.machine.progress import Advance

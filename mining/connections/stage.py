@@ -22,9 +22,11 @@ from fnpipe.mining.connections.inputs import MineConfig, MineInputs, count_new, 
 from fnpipe.mining.connections.judge import Judge
 from fnpipe.mining.connections.trust import judge_sample
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator, EmbeddingDiscriminator
-from fnpipe.mining.edges.reader import RECORDED, EdgesInfo, Trust, edge_parts, part_path, recorded_parts, recorded_path
-from fnpipe.mining.edges.relabel import finish_edges, judged_probabilities, relabel_parts, share_threshold
-from fnpipe.pipeline.files import atomic
+from fnpipe.mining.edges.labels import share_threshold
+from fnpipe.mining.edges.reader import RECORDED, EdgesInfo, edge_parts, part_path, recorded_parts, recorded_path
+from fnpipe.mining.edges.relabel import finish_edges, judged_probabilities, relabel_parts
+from fnpipe.mining.edges.trust import Trust
+from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.machine.progress import Advance, progress
 from fnpipe.pipeline.machine.ray_pool import RayPool
 from fnpipe.pipeline.machine.threads import torch_threads
@@ -142,7 +144,7 @@ def _judge_shards(stage: Stage, runs: CandidateRuns, judge_all: JudgeAll) -> Non
     tasks = ((shard, of_shard(runs, workspace, shard)) for shard in shards)
     with progress("judge", total, "combinations") as advance:
         for shard, table in judge_all(tasks, advance):
-            atomic.write_table(part_path(stage, shard), table)
+            tables.write_table(part_path(stage, shard), table)
 
 
 @contextmanager
@@ -198,5 +200,5 @@ def _score_recorded(stage: Stage, judge: Judge) -> None:
     with progress("recorded pairs", workspace.splits().get("train", 0), "pairs") as advance:
         for shard, path in enumerate(parts):
             if not path.exists():
-                atomic.write_table(path, judge.recorded(shard, advance))
+                tables.write_table(path, judge.recorded(shard, advance))
     stage.list_beside(parts)

@@ -6,31 +6,18 @@ of candidates, which are harder than random pairs. One that does may still fail 
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pyarrow as pa
 
 from fnpipe.mining.connections.judge import Judge
-from fnpipe.mining.edges.reader import Trust
-from fnpipe.mining.views.accuracy import auroc
-from fnpipe.pipeline.files import atomic
+from fnpipe.mining.edges.trust import FILE, SCHEMA
+from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.workspace.record import Stage
 
 # Recorded pairs that are judged, and as many random ones.
 SAMPLE = 1000
 # Held-out pairs, which a discriminator that was trained here has not seen, are taken where there are so many.
 HELD_OUT = 100
-# Readers of the folder ignore it, by name or by depth.
-FILE = "_trust/_pairs.parquet"
-SCHEMA = pa.schema(
-    [
-        ("image_id", pa.int64()),
-        ("pair_id", pa.int64()),
-        ("recorded", pa.bool_()),
-        ("match_probability", pa.float32()),
-    ]
-)
 
 
 def judge_sample(stage: Stage, judge: Judge) -> None:
@@ -42,7 +29,7 @@ def judge_sample(stage: Stage, judge: Judge) -> None:
     p = judge.probabilities(image_ids, pair_ids)
     kept = ~np.isnan(p)
     columns = [image_ids[kept], pair_ids[kept], recorded[kept], p[kept]]
-    atomic.write_table(path, pa.table(columns, schema=SCHEMA))
+    tables.write_table(path, pa.table(columns, schema=SCHEMA))
 
 
 def _drawn(judge: Judge) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -66,40 +53,4 @@ def _drawn(judge: Judge) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         np.concatenate([images, images[~own]]),
         np.concatenate([pair_ids[rows], foreign[~own]]),
         np.repeat([True, False], [len(rows), int((~own).sum())]),
-    )
-
-
-def trust_file(stage: Stage) -> list[Path]:
-    """The judged sample, if there is one."""
-    return [path for path in (stage.path / FILE,) if path.is_file()]
-
-
-def measure_trust(stage: Stage, tau_high: float, positive_share: float | None) -> Trust | None:
-    """What the judged sample says, by the threshold in force; None without a sample of both kinds.
-
-    Args:
-        positive_share: of the candidates that were judged, how many lie above ``tau_high``.
-    """
-    if not trust_file(stage):
-        return None
-    table = atomic.read_table(stage.path / FILE, SCHEMA.names, SCHEMA)
-    p, recorded = table["match_probability"].to_numpy(), table["recorded"].to_numpy()
-    return trust_of(p, recorded, tau_high, positive_share)
-
-
-def trust_of(p: np.ndarray, recorded: np.ndarray, tau_high: float, positive_share: float | None) -> Trust | None:
-    """From (n,) float32 probabilities of recorded pairs, marked in (n,) bool ``recorded``, and of random ones."""
-    ranked = auroc(p, recorded)
-    if ranked is None:
-        return None
-    above = p > np.float32(tau_high)
-    random_above = float(above[~recorded].mean())
-    return Trust(
-        recorded=int(recorded.sum()),
-        random=int((~recorded).sum()),
-        recorded_above=float(above[recorded].mean()),
-        random_above=random_above,
-        auroc=ranked,
-        # Of candidates at least as many false ones lie above the threshold as of random pairs.
-        precision_at_most=max(0.0, 1 - random_above / positive_share) if positive_share else None,
     )

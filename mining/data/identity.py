@@ -9,62 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.pipeline.files import atomic
-from fnpipe.pipeline.shard.swap_captions import SHUFFLED
+from fnpipe.mining.data.keys import codes_of, combination_keys, contains
 from fnpipe.pipeline.workspace.workspace import Workspace
-
-
-def combination_keys(left: np.ndarray, right: np.ndarray, width: int) -> np.ndarray:
-    """One int64 number per combination: ``left * width + right``, for ``0 <= right < width``; broadcasts.
-
-    Ordered as (left, right). The inputs are widened first: an int32 product would wrap at 2**31.
-    """
-    keys: np.ndarray = np.asarray(left, np.int64) * np.int64(width) + np.asarray(right, np.int64)
-    return keys
-
-
-def contains(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Which ``keys`` (any shape) stand in ``sorted_keys`` (ascending); bool in the shape of ``keys``."""
-    if not len(sorted_keys):
-        return np.zeros(keys.shape, bool)
-    at = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
-    found: np.ndarray = sorted_keys[at] == keys
-    return found
-
-
-def pair_images(workspace: Workspace) -> np.ndarray:
-    """(n_pairs,) int64: the image_id of every pair_id."""
-    images: np.ndarray = workspace.read_pairs(["image_id"])["image_id"].to_numpy()
-    return images
-
-
-def caption_images(workspace: Workspace) -> np.ndarray:
-    """(n_pairs,) int64: the image that each pair's caption was written for.
-
-    It is the pair's own, but where ``shard --shuffle-captions`` gave the pair another's caption.
-    """
-    images = pair_images(workspace)
-    if "shuffled" in workspace.manifest["counts"]:
-        spans = {"pair_id": (0, len(images)), "caption_image_id": (0, workspace.n_images)}
-        shuffled = atomic.read_table(workspace.root / SHUFFLED, spans=spans)
-        images = images.copy()
-        images[shuffled["pair_id"].to_numpy()] = shuffled["caption_image_id"].to_numpy()
-    return images
-
-
-def train_pairs(workspace: Workspace) -> np.ndarray:
-    """(n_pairs,) bool: whether the pair may be mined and trained on."""
-    train: np.ndarray = pc.equal(workspace.read_pairs(["split"])["split"], "train").to_numpy()
-    return train
-
-
-def codes_of(column: pa.ChunkedArray) -> np.ndarray:
-    """Equal strings get equal int64 codes, dense from 0 in order of first appearance."""
-    # Large strings: a plain dictionary of captions overflows its 32-bit offsets at 2 GiB of text.
-    encoded = pc.dictionary_encode(pc.cast(column, pa.large_string())).combine_chunks()
-    codes: np.ndarray = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-    return codes
-
 
 # A picture with more different captions is a stand-in ("image not available"), and a caption on more different pictures
 # says nothing of any of them. Sets that are made by people stay far below: five captions a picture in COCO, and at most

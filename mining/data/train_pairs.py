@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow.compute as pc
 
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.schemas import SHUFFLED
 from fnpipe.pipeline.workspace.workspace import Workspace
 
 SPLIT = "train"
@@ -75,3 +78,29 @@ def members_of(pair_ids: np.ndarray, image_ids: np.ndarray) -> Members:
 
 def _known(workspace: Workspace) -> str:
     return ", ".join(f"{name}: {count:,}" for name, count in sorted(workspace.splits().items())) or "no pairs"
+
+
+def pair_images(workspace: Workspace) -> np.ndarray:
+    """(n_pairs,) int64: the image_id of every pair_id."""
+    images: np.ndarray = workspace.read_pairs(["image_id"])["image_id"].to_numpy()
+    return images
+
+
+def caption_images(workspace: Workspace) -> np.ndarray:
+    """(n_pairs,) int64: the image that each pair's caption was written for.
+
+    It is the pair's own, but where ``shard --shuffle-captions`` gave the pair another's caption.
+    """
+    images = pair_images(workspace)
+    if "shuffled" in workspace.manifest["counts"]:
+        spans = {"pair_id": (0, len(images)), "caption_image_id": (0, workspace.n_images)}
+        shuffled = tables.read_table(workspace.root / SHUFFLED, spans=spans)
+        images = images.copy()
+        images[shuffled["pair_id"].to_numpy()] = shuffled["caption_image_id"].to_numpy()
+    return images
+
+
+def train_pairs(workspace: Workspace) -> np.ndarray:
+    """(n_pairs,) bool: whether the pair may be mined and trained on."""
+    train: np.ndarray = pc.equal(workspace.read_pairs(["split"])["split"], "train").to_numpy()
+    return train

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fnpipe.mining.data.identity import caption_images, codes_of, combination_keys, contains
+from fnpipe.mining.data.keys import codes_of, combination_keys, contains
+from fnpipe.mining.data.train_pairs import caption_images
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 

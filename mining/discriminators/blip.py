@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from fnpipe.pipeline.embed.open_clip import digest_weights
 from fnpipe.pipeline.errors import InputError, one_line
+from fnpipe.pipeline.files.digests import digest_weights
 from fnpipe.pipeline.machine import hub
 from fnpipe.pipeline.machine.device import dtype_of, pick_device, pick_precision
 

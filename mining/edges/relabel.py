@@ -8,26 +8,23 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from fnpipe.mining.connections.trust import measure_trust, trust_file
 from fnpipe.mining.data.identity import identity_notes
-from fnpipe.mining.edges.reader import (
+from fnpipe.mining.edges.labels import (
     DISCRIMINATOR,
-    EDGES_SCHEMA,
     IDENTITY,
     LABELS,
-    NOT_MEASURED,
     POSITIVE,
     SOURCES,
     check_thresholds,
     codes_in,
-    edge_parts,
     labels_of,
     named,
-    read_part,
-    recorded_parts,
+    share_threshold,
 )
+from fnpipe.mining.edges.reader import EDGES_SCHEMA, NOT_MEASURED, edge_parts, read_part, recorded_parts
+from fnpipe.mining.edges.trust import measure_trust, trust_file
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.workspace.record import Stage
 from fnpipe.pipeline.workspace.workspace import Workspace
 
@@ -38,20 +35,6 @@ _CARRIED = ("unique_combinations", "undecodable", "new_per_source")
 _CARRIED_IF_THERE = ("identity_bound", "identity_beyond")
 
 
-def share_threshold(probabilities: np.ndarray, share: float) -> float:
-    """The threshold above which the most probable ``share`` of (n,) float32 ``probabilities`` lies.
-
-    Used as both thresholds: what equals it (ties at the cut) is ambiguous, what lies below is negative.
-    """
-    count = round(len(probabilities) * share)
-    if not count or count == len(probabilities):
-        return 1.0 if not count else 0.0
-    cut = len(probabilities) - count
-    below, above = np.partition(probabilities, [cut - 1, cut])[[cut - 1, cut]]
-    between = np.float32((float(below) + float(above)) / 2)
-    return float(between if below < between < above else below)
-
-
 def relabel_parts(stage: Stage, tau_low: float, tau_high: float) -> None:
     """Rewrite the labels of every part; identity stays positive."""
     for path in edge_parts(stage):
@@ -59,7 +42,7 @@ def relabel_parts(stage: Stage, tau_low: float, tau_high: float) -> None:
         labels = labels_of(table, (tau_low, tau_high))
         at = EDGES_SCHEMA.get_field_index("label")
         column = pa.chunked_array([named(labels, LABELS)], EDGES_SCHEMA.field("label").type)
-        atomic.write_table(path, table.set_column(at, EDGES_SCHEMA.field("label"), column))
+        tables.write_table(path, table.set_column(at, EDGES_SCHEMA.field("label"), column))
 
 
 def judged_probabilities(stage: Stage) -> np.ndarray:

@@ -20,7 +20,7 @@ import torch
 from fnpipe.mining.data.train_pairs import read_members
 from fnpipe.mining.graph.directions import Side, sides
 from fnpipe.mining.graph.search import Find, Search, SearchOptions, block_size, open_search
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import arrays, atomic
 from fnpipe.pipeline.machine.ray_pool import RayPool
 from fnpipe.pipeline.machine.threads import torch_threads
 from fnpipe.pipeline.workspace.embeddings import Embeddings
@@ -56,15 +56,15 @@ class Blocks:
         stop = self.stop(start)
         found, sims = find(start, stop)
         ids_path, sims_path = self.paths(start)
-        atomic.write_array(ids_path, np.where(found < 0, -1, candidates.ids[found]))
-        atomic.write_array(sims_path, sims.astype(np.float16))
+        arrays.write_array(ids_path, np.where(found < 0, -1, candidates.ids[found]))
+        arrays.write_array(sims_path, sims.astype(np.float16))
         return stop - start
 
     def join(self, paths: tuple[Path, Path], queries: Side, k: int) -> None:
         """Put the blocks into the rows of all; the similarities come last and mark the direction as done."""
         for part, dtype, pad in ((0, np.int64, -1), (1, np.float16, -np.inf)):
             with atomic.replacing(paths[part]) as temporary:
-                out = atomic.new_array(temporary, dtype, (len(queries.rows), k))
+                out = arrays.new_array(temporary, dtype, (len(queries.rows), k))
                 out[:] = pad
                 for start in range(0, self.queries, self.size):
                     out[queries.ids[start : self.stop(start)]] = np.load(self.paths(start)[part])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fnpipe.mining.data.train_pairs import Members
-from fnpipe.mining.graph.stage import Graph
+from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.plans.conflicts import Conflicts, no_conflicts
 from fnpipe.mining.plans.regions import PAD, grow_regions
 from fnpipe.pipeline.machine.compiled import compiled

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.mining.plans.stage import plan_epochs, read_plan
+from fnpipe.mining.plans.plan import plan_epochs, read_plan
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic, lock
 from fnpipe.pipeline.files.destination import behind_links

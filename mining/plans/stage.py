@@ -11,7 +11,6 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -20,13 +19,14 @@ import pyarrow.parquet as pq
 
 from fnpipe.mining.data.train_pairs import Members, read_members
 from fnpipe.mining.edges.reader import EdgesInfo
-from fnpipe.mining.graph.stage import Graph
+from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.plans.chain import chain, grit_order
 from fnpipe.mining.plans.conflicts import Conflicts, KnownMatches, conflicts_among, count_forced, no_conflicts, repair
 from fnpipe.mining.plans.graph_walk import walk_bytes, walk_graph
+from fnpipe.mining.plans.plan import PLAN_SCHEMA, plan_epochs, plan_path, read_plan
 from fnpipe.mining.plans.quantile import quantile_order
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.machine.memory import total_memory
 from fnpipe.pipeline.machine.processes import available_cpus
 from fnpipe.pipeline.machine.progress import progress
@@ -47,9 +47,6 @@ __all__ = [
     "read_plan",
 ]
 
-PLAN_SCHEMA = pa.schema(
-    [("batch", pa.int32()), ("slot", pa.int32()), ("image_id", pa.int64()), ("pair_id", pa.int64())]
-)
 SAMPLINGS = ("grit", "random")
 ALL: Literal["all"] = "all"
 
@@ -191,7 +188,7 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
             known = KnownMatches.of(edges, above) if edges is not None and left else None
             for epoch in left:
                 plan = plan_epoch(members, config, epoch, embeddings, graph, known)
-                atomic.write_table(plan_path(stage, epoch), plan)
+                tables.write_table(plan_path(stage, epoch), plan)
             outputs = [plan_path(stage, epoch).name for epoch in range(config.epochs)]
             stage.finish(outputs, images=images, planned=planned, dropped=images - planned, steps=_steps(stage, config))
     return GroupSummary(
@@ -251,38 +248,6 @@ def _open_sources(workspace: Workspace, config: GroupConfig) -> tuple[Embeddings
     if config.sampling == "grit" and config.search_space == ALL:
         return embeddings, Graph.open(workspace, embeddings.name)
     return embeddings, None
-
-
-def plan_path(stage: Stage, epoch: int) -> Path:
-    return stage.path / f"epoch-{epoch:03d}.parquet"
-
-
-def plan_epochs(stage: Stage) -> int:
-    """How many epochs the finished plan ``stage`` has."""
-    return max(1, stage.number("params", "epochs"))
-
-
-def read_plan(stage: Stage, epoch: int) -> pa.Table:
-    """The plan of a training epoch (``PLAN_SCHEMA``, in batch and slot order), taken modulo the planned epochs."""
-    path = plan_path(stage, epoch % plan_epochs(stage))
-    workspace = stage.workspace
-    spans = {"image_id": (0, workspace.n_images), "pair_id": (0, workspace.n_pairs)}
-    plan = atomic.read_table(path, schema=PLAN_SCHEMA, filled=PLAN_SCHEMA.names, spans=spans)
-    _check_plan(path, workspace, *(plan[name].to_numpy() for name in PLAN_SCHEMA.names))
-    return plan
-
-
-def _check_plan(
-    path: Path, workspace: Workspace, batch: np.ndarray, slot: np.ndarray, image_ids: np.ndarray, pair_ids: np.ndarray
-) -> None:
-    """Refuse a plan, of (n,) arrays, whose batches and slots do not count on, or whose pairs are of other shards."""
-    first = slot == 0
-    follows = (np.cumsum(first) - 1 == batch) & (first | (slot == np.roll(slot, 1) + 1))
-    if len(slot) and not (first[0] and follows.all()):
-        raise atomic.damaged(path, "batches and slots out of order")
-    # Which image each pair belongs to would have to be read; the shard of both is known.
-    if (workspace.shards_of(image_ids) != workspace.shards_of_pairs(pair_ids)).any():
-        raise atomic.damaged(path, "a pair of another image")
 
 
 def plan_epoch(

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from fnpipe.mining.data.ranking import auroc, average_precision
 from fnpipe.mining.data.train_pairs import read_members
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.reader import DISCRIMINATOR, POSITIVE, SOURCES, codes_in, edge_parts, labels_of, read_part
+from fnpipe.mining.edges.labels import DISCRIMINATOR, POSITIVE, SOURCES, codes_in, labels_of
+from fnpipe.mining.edges.reader import edge_parts, read_part
 from fnpipe.pipeline.workspace.record import Stage
 from fnpipe.pipeline.workspace.workspace import Workspace
 
@@ -152,33 +154,6 @@ def share_true_at_random(
     unrecorded = members.image_ids[rows] != images
     true = truth.matches(images[unrecorded], members.pair_ids[rows[unrecorded]])
     return _ratio(true.sum(), len(true))
-
-
-def average_precision(p: np.ndarray, true: np.ndarray) -> float | None:
-    """Area under precision over recall, descending p; equal p enter together, so that no order among them is assumed.
-
-    None where nothing is true.
-    """
-    if not true.any():
-        return None
-    order = np.argsort(-p, kind="stable")
-    hits = np.cumsum(true[order])
-    last = np.append(np.flatnonzero(np.diff(p[order])), len(p) - 1)
-    precision = hits[last] / (last + 1)
-    recall = np.concatenate([[0], hits[last]]) / hits[-1]
-    return float((np.diff(recall) * precision).sum())
-
-
-def auroc(score: np.ndarray, true: np.ndarray) -> float | None:
-    """The probability that a true one has a higher score than a false one, ties half; None without both kinds."""
-    if true.all() or not true.any():
-        return None
-    _, inverse, counts = np.unique(score, return_inverse=True, return_counts=True)
-    # The mean rank of each group of equal scores, from 1.
-    rank = (np.cumsum(counts) - (counts - 1) / 2)[inverse]
-    positives = int(true.sum())
-    above = rank[true].sum() - positives * (positives + 1) / 2
-    return float(above / (positives * (len(true) - positives)))
 
 
 def _at(p: np.ndarray, true: np.ndarray, threshold: float) -> AtThreshold:

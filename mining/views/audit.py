@@ -20,7 +20,7 @@ from fnpipe.mining.data.identity import Identity
 from fnpipe.mining.data.train_pairs import Members, read_members
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator
-from fnpipe.mining.graph.stage import Graph
+from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.plans.stage import ALL, GroupConfig, plan_epoch
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings

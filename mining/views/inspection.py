@@ -8,19 +8,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.mining.data.identity import codes_of
+from fnpipe.mining.data.keys import codes_of
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.reader import (
-    DISCRIMINATOR,
-    IDENTITY,
-    LABELS,
-    SOURCES,
-    EdgesInfo,
-    codes_in,
-    edge_parts,
-    labels_of,
-    read_part,
-)
+from fnpipe.mining.edges.labels import DISCRIMINATOR, IDENTITY, LABELS, SOURCES, codes_in, labels_of
+from fnpipe.mining.edges.reader import EdgesInfo, edge_parts, read_part
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.workspace.record import Stage
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fnpipe.pipeline.embed.encoder import Encoder
 from fnpipe.pipeline.embed.load import ShardTask, parts_of, prepared
-from fnpipe.pipeline.embed.open_clip import Encoder
 from fnpipe.pipeline.machine.progress import Advance
 from fnpipe.pipeline.machine.threads import torch_threads
 

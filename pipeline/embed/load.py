@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from fnpipe.pipeline.embed.cut_captions import find_cut
-from fnpipe.pipeline.embed.open_clip import Encoder
+from fnpipe.pipeline.embed.encoder import Encoder
 from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.images.decode import MAX_PIXELS, decode_or_none
 

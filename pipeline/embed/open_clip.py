@@ -5,48 +5,19 @@ An `Encoder` is all that ``embed`` asks for, so that a model trained here can be
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 
 from fnpipe.pipeline.errors import InputError, nearest, one_line
+from fnpipe.pipeline.files.digests import digest_weights
 from fnpipe.pipeline.images.transform import Transform
 from fnpipe.pipeline.machine import hub
 from fnpipe.pipeline.machine.device import dtype_of, pick_device, pick_precision
-
-
-class Encoder(Protocol):
-    """Pictures and captions to vectors of one space.
-
-    Attributes:
-        width: numbers per vector.
-        description: what made the vectors (model, weights' digest, precision, device, preprocessing), as JSON values;
-            equal descriptions give equal vectors. ``device`` is ``cpu`` or ``cuda``.
-    """
-
-    @property
-    def width(self) -> int: ...
-
-    @property
-    def description(self) -> Mapping[str, Any]: ...
-
-    def prepare_image(self, rgb: np.ndarray, /) -> torch.Tensor:
-        """(H, W, 3) uint8 to the (3, h, w) row of a batch; called in other processes, so it holds no weights."""
-
-    def tokenize(self, captions: list[str], /) -> torch.Tensor:
-        """Captions to (n, L) int64, padded at the end; called in other processes too."""
-
-    def encode_images(self, batch: torch.Tensor, /) -> torch.Tensor:
-        """(n, 3, h, w) to (n, width) on any device, not necessarily normalised."""
-
-    def encode_texts(self, tokens: torch.Tensor, /) -> torch.Tensor:
-        """(n, L) int64 to (n, width) on any device, not necessarily normalised."""
 
 
 class OpenClipEncoder:
@@ -295,15 +266,6 @@ def published_preprocessing(name: str) -> dict[str, Any] | None:
     configs = [open_clip.get_pretrained_cfg(name, tag) for tag in open_clip.list_pretrained_tags_by_model(name)]
     found = [{key: config[key] for key in keys if key in config} for config in configs]
     return found[0] if found and all(one == found[0] for one in found) else None
-
-
-def digest_weights(model: torch.nn.Module) -> str:
-    """sha256 over names, types and values of a model's weights: equal models, equal digest, wherever they came from."""
-    total = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return total.hexdigest()
 
 
 def _pooling(tower: Any) -> str | None:

@@ -20,15 +20,16 @@ import torch
 
 from fnpipe.pipeline.embed.compute import ComputeOptions, ShardRows, embed_shards
 from fnpipe.pipeline.embed.cut_captions import CUT_SCHEMA, cut_notes
+from fnpipe.pipeline.embed.encoder import Encoder
 from fnpipe.pipeline.embed.load import ShardTask
-from fnpipe.pipeline.embed.open_clip import Encoder
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic
-from fnpipe.pipeline.files.ranges import is_remote, local_path
+from fnpipe.pipeline.files import arrays, tables
+from fnpipe.pipeline.files.urls import is_remote, local_path
 from fnpipe.pipeline.machine.processes import available_cpus
 from fnpipe.pipeline.machine.progress import Advance, progress
-from fnpipe.pipeline.workspace.embeddings import BAD_SCHEMA, image_array_path, read_bad, text_array_path
+from fnpipe.pipeline.workspace.embeddings import image_array_path, read_bad, text_array_path
 from fnpipe.pipeline.workspace.record import Stage
+from fnpipe.pipeline.workspace.schemas import BAD_SCHEMA
 from fnpipe.pipeline.workspace.workspace import Workspace
 
 
@@ -196,11 +197,11 @@ def write_rows(stage: Stage, rows: ShardRows) -> None:
         },
         BAD_SCHEMA,
     )
-    atomic.write_table(_part_path(stage, rows.shard), table)
+    tables.write_table(_part_path(stage, rows.shard), table)
     if len(rows.cut):
-        atomic.write_table(_cut_path(stage, rows.shard), pa.table(list(rows.cut.T), schema=CUT_SCHEMA))
-    atomic.write_array(text_array_path(stage.path, rows.shard), rows.texts)
-    atomic.write_array(image_array_path(stage.path, rows.shard), rows.images)
+        tables.write_table(_cut_path(stage, rows.shard), pa.table(list(rows.cut.T), schema=CUT_SCHEMA))
+    arrays.write_array(text_array_path(stage.path, rows.shard), rows.texts)
+    arrays.write_array(image_array_path(stage.path, rows.shard), rows.images)
 
 
 def is_done(stage: Stage, shard: int) -> bool:
@@ -210,13 +211,13 @@ def is_done(stage: Stage, shard: int) -> bool:
 def finish(stage: Stage, width: int, description: Mapping[str, Any], options: ComputeOptions | None) -> None:
     """Join the shards' bad rows into ``bad.parquet``, count cut captions, and mark the embeddings as finished."""
     shards = range(stage.workspace.n_shards)
-    parts = [atomic.read_table(_part_path(stage, shard)) for shard in shards]
-    atomic.write_table(stage.path / "bad.parquet", pa.concat_tables([BAD_SCHEMA.empty_table(), *parts]))
-    arrays = [path_of(stage.path, shard) for path_of in (image_array_path, text_array_path) for shard in shards]
-    cut = [atomic.read_table(path) for path in map(partial(_cut_path, stage), shards) if path.exists()]
+    parts = [tables.read_table(_part_path(stage, shard)) for shard in shards]
+    tables.write_table(stage.path / "bad.parquet", pa.concat_tables([BAD_SCHEMA.empty_table(), *parts]))
+    files = [path_of(stage.path, shard) for path_of in (image_array_path, text_array_path) for shard in shards]
+    cut = [tables.read_table(path) for path in map(partial(_cut_path, stage), shards) if path.exists()]
     notes = cut_notes(pa.concat_tables([CUT_SCHEMA.empty_table(), *cut]), stage.workspace.n_pairs)
     facts = {**({"threads": options.threads} if options else {}), **({"notes": notes} if notes else {})}
-    stage.finish([*arrays, "bad.parquet"], **description, **facts, width=width, dtype="float16", normalised=True)
+    stage.finish([*files, "bad.parquet"], **description, **facts, width=width, dtype="float16", normalised=True)
 
 
 def remove_parts(stage: Stage) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files.atomic import damaged, gone, replacing
 
 # Open files (this process, the whole machine), and mapped regions.
 _TOO_MANY = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -28,8 +30,7 @@ def map_arrays(paths: Sequence[Path], way_out: str) -> list[np.ndarray]:
     _allow_open_files()
     arrays: list[np.ndarray] = []
     try:
-        for path in paths:
-            arrays.append(atomic.map_array(path))  # noqa: PERF401  counted where it fails
+        arrays.extend(map_array(path) for path in paths)
     except OSError as error:
         if error.errno not in _TOO_MANY:
             raise
@@ -54,3 +55,39 @@ def _allow_open_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         except (ValueError, OSError):
             return  # the mapping itself will say what is missing
+
+
+def write_array(path: Path, array: np.ndarray) -> None:
+    """Write ``array`` as ``.npy``, atomically."""
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        np.lib.format.write_array(file, np.ascontiguousarray(array), allow_pickle=False)
+
+
+def new_array(path: Path, dtype: Any, shape: tuple[int, ...]) -> np.memmap[Any, Any]:
+    """A new ``.npy`` file, mapped for writing, with its room on the disk taken.
+
+    Without that, writing to the map on a full disk would end the process by a signal (SIGBUS), without a word.
+    """
+    array: np.memmap[Any, Any] = np.lib.format.open_memmap(path, "w+", dtype, shape)
+    if hasattr(os, "posix_fallocate"):
+        with path.open("r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+    return array
+
+
+def map_array(path: Path) -> np.ndarray:
+    """Map a ``.npy`` file that a stage has left.
+
+    Raises:
+        InputError: it is damaged or gone.
+    """
+    try:
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise gone(path) from None
+    except Exception as error:
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno is not None):
+            raise
+        # Numpy reads a header as Python, and may raise whatever reading Python does.
+        raise damaged(path, " ".join(str(error).split())[:200]) from error
+    return array

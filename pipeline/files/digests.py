@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+
 _BLOCK = 1 << 20
 
 
@@ -34,3 +36,17 @@ def digest_listed(digests: Mapping[str, str]) -> str:
 def digest_files(paths: Sequence[Path], root: Path) -> str:
     """sha256 over the names (relative to ``root``) and contents of files, in the order given."""
     return digest_listed(content_digests(paths, root))
+
+
+def digest_weights(model: torch.nn.Module) -> str:
+    """sha256 over names, types and values of a model's weights: equal models, equal digest, wherever they came from."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file's name and contents."""
+    return digest_files([path], path.parent)

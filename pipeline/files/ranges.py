@@ -5,37 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
 from fnpipe.pipeline.errors import InputError
-
-
-def is_remote(url: str) -> bool:
-    """Whether ``url`` names a file system other than the local one."""
-    scheme, separator, _ = url.partition("://")
-    return bool(separator) and scheme not in ("file", "local")
-
-
-def local_path(url: str) -> str:
-    """The plain path of a local ``url``."""
-    return url.partition("://")[2] if "://" in url else url
-
-
-def filesystem(url: str) -> tuple[Any, str]:
-    """The fsspec file system of ``url`` and the path inside it.
-
-    Raises:
-        InputError: fsspec does not know the scheme, or lacks the package that speaks it.
-    """
-    import fsspec
-
-    try:
-        fs, path = fsspec.core.url_to_fs(url)
-    except (ValueError, ImportError) as error:
-        raise InputError(f"{url}: cannot be opened ({error})") from error
-    return fs, str(path)
+from fnpipe.pipeline.files.urls import filesystem, is_remote, local_path
 
 
 def read_ranges(

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files.ranges import filesystem, is_remote, local_path
-from fnpipe.pipeline.files.text import size_of
+from fnpipe.pipeline.files.urls import filesystem, is_remote, local_path, size_of
 
 BLOCK = 512
 _ADLER_MODULUS = 65_521

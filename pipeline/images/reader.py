@@ -9,13 +9,16 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from fnpipe.pipeline.files.ranges import filesystem, is_remote, local_path, read_ranges
+from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.files.text import other_forms
+from fnpipe.pipeline.files.urls import filesystem, is_remote, local_path
 from fnpipe.pipeline.images.decode import BadImage
-from fnpipe.pipeline.sources.rows import WHOLE_FILE
 
 # A path that cannot name a file, as opposed to a disk or a network that failed.
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EACCES, errno.EINVAL)
+
+# In the place of a file's number: a path leads to the bytes, which are a file of their own.
+WHOLE_FILE = -1
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.scenes.captions import sample_captions
 from fnpipe.pipeline.scenes.graphs import HOME, Claims, SceneGraphs, Style, sample_graphs, true_combinations
 from fnpipe.pipeline.scenes.pictures import render
@@ -77,7 +77,7 @@ def write_scenes(directory: str | Path, n: int, seed: int, *, size: int = 64) ->
     scenes = draw(n, seed, size=size)
     for i in range(n):
         Image.fromarray(render(scenes.graphs, i, size)).save(root / picture_name(i), compress_level=1)
-    atomic.write_table(root / "truth.parquet", truth_table(scenes))
+    tables.write_table(root / "truth.parquet", truth_table(scenes))
     rows = [{"image": picture_name(i), "caption": caption} for i, caption in enumerate(scenes.captions)]
     atomic.write_bytes(root / "pairs.json", json.dumps(rows, indent=0).encode())
     return scenes

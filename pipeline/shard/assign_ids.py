@@ -15,15 +15,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.files.digests import content_digests, digest_listed
 from fnpipe.pipeline.shard.order import held_out
 from fnpipe.pipeline.shard.repeats import Repeats
-from fnpipe.pipeline.shard.swap_captions import SHUFFLED, Swaps
-from fnpipe.pipeline.shard.write_shard import QUARANTINE_SCHEMA, Tally, part_path, quarantine_path, read_tally
-from fnpipe.pipeline.workspace.workspace import IMAGES_SCHEMA, PAIRS_SCHEMA
-
-TEST, TRAIN = "test", "train"
+from fnpipe.pipeline.shard.swap_captions import Swaps
+from fnpipe.pipeline.shard.write_shard import Tally, part_path, quarantine_path, read_tally
+from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA, PAIRS_SCHEMA, QUARANTINE_SCHEMA, SHUFFLED, TEST, TRAIN
 
 
 @dataclass
@@ -81,7 +79,7 @@ def write_tables(
     repeats = Repeats()
     image_id = pair_id = 0
     for shard in range(shards):
-        part = atomic.read_table(part_path(parts, shard))
+        part = tables.read_table(part_path(parts, shard))
         if not len(part):
             continue
         if repeated is not None:
@@ -91,8 +89,8 @@ def write_tables(
         pairs = _pairs(part, number, image_id + inside, pair_id, drawn)
         if swaps is not None:
             pairs = swaps.applied(pairs)
-        atomic.write_table(root / "pairs" / f"{number:05d}.parquet", pairs)
-        atomic.write_table(root / "images" / f"{number:05d}.parquet", _images(part, first, image_id))
+        tables.write_table(root / "pairs" / f"{number:05d}.parquet", pairs)
+        tables.write_table(root / "images" / f"{number:05d}.parquet", _images(part, first, image_id))
         for split in pc.value_counts(pairs["split"]).to_pylist():
             done.splits[split["values"]] += split["counts"]
             mine = part["rank"].filter(pc.equal(pairs["split"], split["values"])).to_numpy()
@@ -104,40 +102,41 @@ def write_tables(
         image_id += len(first)
         pair_id += len(part)
     if swaps is not None:
-        atomic.write_table(root / SHUFFLED, swaps.table())
+        tables.write_table(root / SHUFFLED, swaps.table())
         done.shuffled = int(swaps.wrong.sum())
     done.straddling = _straddling(ranks)
     done.notes = repeats.notes(partial(_example, root, parts, done.shards))
-    tables = {kind: [root / kind / f"{n:05d}.parquet" for n in range(len(done.shards))] for kind in ("pairs", "images")}
-    pairs = content_digests(tables["pairs"], root)
+    kinds = ("pairs", "images")
+    written = {kind: [root / kind / f"{n:05d}.parquet" for n in range(len(done.shards))] for kind in kinds}
+    pairs = content_digests(written["pairs"], root)
     done.digest = digest_listed(pairs)
     further = [root / "quarantine.parquet", *([root / SHUFFLED] if swaps is not None else [])]
-    done.outputs = {**pairs, **content_digests([*tables["images"], *further], root)}
+    done.outputs = {**pairs, **content_digests([*written["images"], *further], root)}
     return done
 
 
 def _example(root: Path, parts: Path, shards: list[int], number: int, row: int) -> tuple[str, str, str]:
     """Key, path and caption of a pair: a row of table ``number``."""
-    pair = atomic.read_table(root / "pairs" / f"{number:05d}.parquet", columns=["key", "caption"]).slice(row, 1)
-    part = atomic.read_table(part_path(parts, shards[number]), columns=["image"])
+    pair = tables.read_table(root / "pairs" / f"{number:05d}.parquet", columns=["key", "caption"]).slice(row, 1)
+    part = tables.read_table(part_path(parts, shards[number]), columns=["image"])
     return pair["key"][0].as_py(), part["image"][row].as_py(), pair["caption"][0].as_py()
 
 
 def write_quarantine(root: Path, parts: Path, shards: int, bad_rows: pa.Table, names: list[str]) -> dict[str, int]:
     """Write ``quarantine.parquet``, in the order of the sources and their rows; return the count of each reason."""
-    tables = [bad_rows]
-    tables += [
-        atomic.read_table(quarantine_path(parts, shard))
+    found = [bad_rows]
+    found += [
+        tables.read_table(quarantine_path(parts, shard))
         for shard in range(shards)
         if quarantine_path(parts, shard).exists()
     ]
-    table = pa.concat_tables(tables).cast(QUARANTINE_SCHEMA)
+    table = pa.concat_tables(found).cast(QUARANTINE_SCHEMA)
     place = pc.index_in(table["source"], value_set=pa.array(names, pa.string()))
     order = pc.sort_indices(
         pa.table({"source": place, "row": table["row"]}), sort_keys=[("source", "ascending"), ("row", "ascending")]
     )
     table = table.take(order)
-    atomic.write_table(root / "quarantine.parquet", table)
+    tables.write_table(root / "quarantine.parquet", table)
     counts = pc.value_counts(table["reason"]).to_pylist()
     return {entry["values"]: entry["counts"] for entry in sorted(counts, key=lambda entry: -entry["counts"])}
 
@@ -148,7 +147,7 @@ def _draw(parts: Path, shards: int, holdout: float | None) -> pa.Array | None:
         return None
     found = []
     for shard in range(shards):
-        part = atomic.read_table(part_path(parts, shard), columns=["rank", "split"])
+        part = tables.read_table(part_path(parts, shard), columns=["rank", "split"])
         found.append(np.unique(part.filter(_trained(part))["rank"].to_numpy()))
     ranks = np.concatenate(found)
     return np.unique(ranks[held_out(ranks, holdout)])
@@ -187,16 +186,16 @@ def _straddling(ranks: dict[str, list[np.ndarray]]) -> Counter[tuple[str, ...]]:
 
 def _swaps(parts: Path, shards: int, drawn: np.ndarray | None, share: float, seed: int) -> Swaps:
     """Which captions change places; holds the captions of all pairs, unlike everything else here."""
-    tables, images = [], 0
+    columns_of, images = [], 0
     for shard in range(shards):
-        part = atomic.read_table(
+        part = tables.read_table(
             part_path(parts, shard), columns=["position", "rank", "split", "caption", "image_sha256"]
         )
         first, inside = _images_in(part)
         columns = [_splits(part, drawn), part["caption"].cast(pa.large_string()), part["image_sha256"], images + inside]
-        tables.append(pa.table(dict(zip(("split", "caption", "image_sha256", "image"), columns, strict=True))))
+        columns_of.append(pa.table(dict(zip(("split", "caption", "image_sha256", "image"), columns, strict=True))))
         images += len(first)
-    return Swaps(pa.concat_tables(tables), TRAIN, share, seed)
+    return Swaps(pa.concat_tables(columns_of), TRAIN, share, seed)
 
 
 def _pairs(part: pa.Table, number: int, image_ids: np.ndarray, first_pair: int, drawn: np.ndarray | None) -> pa.Table:
@@ -222,7 +221,7 @@ def _repeated_keys(parts: Path, shards: int) -> pa.Array:
     """The keys that stand for more than one image of a data set that keeps its keys."""
     keys = []
     for shard in range(shards):
-        part = atomic.read_table(part_path(parts, shard), columns=["position", "key"])
+        part = tables.read_table(part_path(parts, shard), columns=["position", "key"])
         first = np.flatnonzero(np.diff(part["position"].to_numpy(), prepend=-1))
         keys.append(part["key"].take(first))
     counts = pc.value_counts(pa.concat_tables([pa.table({"key": key}) for key in keys])["key"])

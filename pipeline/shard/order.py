@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.pipeline.sources.rows import WHOLE_FILE
+from fnpipe.pipeline.images.reader import WHOLE_FILE
 
 _DETOUR = r"//|(^|/)\.{1,2}/|/\.{0,2}$|^$"
 

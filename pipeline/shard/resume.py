@@ -12,13 +12,12 @@ from typing import Any
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic, lock
-from fnpipe.pipeline.files.ranges import is_remote, local_path
-from fnpipe.pipeline.files.text import absolute, exists, is_directory, parent
-from fnpipe.pipeline.shard.swap_captions import SHUFFLED
-from fnpipe.pipeline.shard.write_shard import PARTS, shard_name
+from fnpipe.pipeline.files.urls import absolute, exists, is_directory, is_remote, local_path, parent
+from fnpipe.pipeline.shard.write_shard import shard_name
 from fnpipe.pipeline.sources.source import Source
+from fnpipe.pipeline.workspace.manifest import MANIFEST, read_manifest
 from fnpipe.pipeline.workspace.record import LOCK
-from fnpipe.pipeline.workspace.workspace import MANIFEST, read_manifest
+from fnpipe.pipeline.workspace.schemas import PARTS, SHUFFLED
 
 # A file of the Hub at one revision, which never changes.
 _PINNED = re.compile(r"hf://datasets/[^@]+@[0-9a-f]{40}/")

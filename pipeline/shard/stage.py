@@ -19,23 +19,23 @@ from typing import Any
 import pyarrow.compute as pc
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic
-from fnpipe.pipeline.files.ranges import is_remote
-from fnpipe.pipeline.files.text import absolute
+from fnpipe.pipeline.files import atomic, tables
+from fnpipe.pipeline.files.urls import absolute, is_remote
 from fnpipe.pipeline.images.decode import MAX_PIXELS
 from fnpipe.pipeline.machine.processes import Workers, available_cpus
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.shard.assign_ids import total_tally, write_quarantine, write_tables
 from fnpipe.pipeline.shard.layout import Plan, read_sources
 from fnpipe.pipeline.shard.resume import alone, begin, clear, describe_input, inputs_unchanged, require_room
-from fnpipe.pipeline.shard.write_shard import PARTS, Job, Tally, make_part, part_path, read_tar_facts, shard_name
+from fnpipe.pipeline.shard.write_shard import Job, Tally, make_part, part_path, read_tar_facts, shard_name
 from fnpipe.pipeline.sources.huggingface import pin
 from fnpipe.pipeline.sources.open import open_sources
 from fnpipe.pipeline.sources.source import ReadOptions, Source
 from fnpipe.pipeline.sources.texts import require_way
+from fnpipe.pipeline.workspace.manifest import MANIFEST
 from fnpipe.pipeline.workspace.record import FORMAT_VERSION
+from fnpipe.pipeline.workspace.schemas import PARTS
 from fnpipe.pipeline.workspace.sharded_tars import describe_in_place
-from fnpipe.pipeline.workspace.workspace import MANIFEST
 
 _USUAL_SPLITS = ("train", "val", "validation", "dev", "test")
 
@@ -248,7 +248,7 @@ def _finish(root: Path, parts: Path, plan: Plan, config: ShardConfig, begun: dic
     names = [source.name for source in plan.sources]
     quarantined = write_quarantine(root, parts, plan.n_shards, plan.bad, names)
     _require_something_kept(root, plan, tally)
-    tables = write_tables(
+    written = write_tables(
         root,
         parts,
         plan.n_shards,
@@ -267,22 +267,22 @@ def _finish(root: Path, parts: Path, plan: Plan, config: ShardConfig, begun: dic
             "kept": tally.kept.total(),
             "quarantined": quarantined,
             "captions_dropped": tally.captions_dropped,
-            **({} if tables.shuffled is None else {"shuffled": tables.shuffled}),
+            **({} if written.shuffled is None else {"shuffled": written.shuffled}),
         },
         "notes": [note for source in plan.sources for note in source.notes]
-        + _untrained(tables.splits)
-        + _straddling(tables.straddling)
-        + tables.notes,
-        "shards": [_shard_url(plan, config, shard) for shard in tables.shards],
+        + _untrained(written.splits)
+        + _straddling(written.straddling)
+        + written.notes,
+        "shards": [_shard_url(plan, config, shard) for shard in written.shards],
         "tars": [
             describe_in_place(plan.tar_of(shard)) if config.in_place else read_tar_facts(parts, shard)
-            for shard in tables.shards
+            for shard in written.shards
         ],
-        "images_per_shard": tables.images,
-        "pairs_per_shard": tables.pairs,
-        "splits": dict(sorted(tables.splits.items())),
-        "digest": tables.digest,
-        "outputs": tables.outputs,
+        "images_per_shard": written.images,
+        "pairs_per_shard": written.pairs,
+        "splits": dict(sorted(written.splits.items())),
+        "digest": written.digest,
+        "outputs": written.outputs,
         "inputs": [describe_input(path) for source in plan.sources for path in source.inputs],
     }
 
@@ -317,7 +317,7 @@ def _require_something_kept(root: Path, plan: Plan, tally: Tally) -> None:
     for number, source in enumerate(plan.sources):
         if tally.kept[number]:
             continue
-        table = atomic.read_table(root / "quarantine.parquet")
+        table = tables.read_table(root / "quarantine.parquet")
         table = table.filter(pc.equal(table["source"], source.name))
         reasons = Counter(table["reason"].to_pylist())
         first = table.slice(0, 1).to_pylist()[0]

@@ -9,16 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-SHUFFLED = "shuffled.parquet"
-# One row per wrong pair: whose caption it was given.
-SHUFFLED_SCHEMA = pa.schema(
-    [
-        ("pair_id", pa.int64()),
-        ("image_id", pa.int64()),
-        ("caption_pair_id", pa.int64()),
-        ("caption_image_id", pa.int64()),
-    ]
-)
+from fnpipe.pipeline.workspace.schemas import SHUFFLED_SCHEMA
 
 # Keeps these draws apart from others of the same seed.
 _STREAM = 1

@@ -22,17 +22,15 @@ import pyarrow.parquet as pq
 import simplejpeg
 from PIL import Image
 
-from fnpipe.pipeline.files import atomic
-from fnpipe.pipeline.files.ranges import filesystem, is_remote
+from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.files.tables import TablePacker, no_cycle_search
 from fnpipe.pipeline.files.tar_writer import TarWriter
+from fnpipe.pipeline.files.urls import filesystem, is_remote
 from fnpipe.pipeline.images.decode import BadImage, ImageFacts, decode_rgb, inspect_image
 from fnpipe.pipeline.images.reader import ImageReader, ImageRequest
 from fnpipe.pipeline.sources.captions import clean_caption
-from fnpipe.pipeline.workspace.workspace import PAIRS_SCHEMA
+from fnpipe.pipeline.workspace.schemas import PAIRS_SCHEMA, QUARANTINE_SCHEMA
 
-# Where parts lie until the last pass has made tables of them.
-PARTS = "parts"
 JOB, ROWS = "job.json", "rows.arrow"
 
 # The columns of ``pairs/`` but the ids, and what the last pass needs beside them.
@@ -42,15 +40,6 @@ PART_SCHEMA = pa.schema(
         *(column for column in PAIRS_SCHEMA if column.name not in ("pair_id", "image_id", "shard")),
         ("image", pa.string()),
         ("rank", pa.uint64()),
-    ]
-)
-QUARANTINE_SCHEMA = pa.schema(
-    [
-        ("source", pa.string()),
-        ("row", pa.int64()),
-        ("image", pa.string()),
-        ("reason", pa.string()),
-        ("detail", pa.string()),
     ]
 )
 
@@ -220,12 +209,12 @@ class _PartMaker:
     def write(self, parts: Path, shard: int) -> None:
         quarantine = self._quarantine.table()
         if len(quarantine):
-            atomic.write_table(quarantine_path(parts, shard), quarantine)
+            tables.write_table(quarantine_path(parts, shard), quarantine)
         tally = {**vars(self.tally), "kept": dict(self.tally.kept)}
         pairs = self._pairs.table().replace_schema_metadata(
             {"tally": json.dumps(tally), "tar": json.dumps(self._tar_facts)}
         )
-        atomic.write_table(part_path(parts, shard), pairs)
+        tables.write_table(part_path(parts, shard), pairs)
 
     def _with_captions(self, image: _ImageRows) -> _ImageRows:
         """The image with cleaned captions, each once; rows of which nothing is left go to quarantine."""

@@ -10,7 +10,8 @@ import pyarrow.compute as pc
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.tables import BATCH_ROWS, TablePacker
-from fnpipe.pipeline.files.text import open_text, parent
+from fnpipe.pipeline.files.text import open_text
+from fnpipe.pipeline.files.urls import parent
 from fnpipe.pipeline.sources.json_rows import shown
 from fnpipe.pipeline.sources.json_stream import JsonStream
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder

@@ -9,7 +9,8 @@ from itertools import chain
 from typing import Any
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files.text import bounded_lines, open_text, parent
+from fnpipe.pipeline.files.text import bounded_lines, open_text
+from fnpipe.pipeline.files.urls import parent
 from fnpipe.pipeline.sources.rows import RowBuilder
 from fnpipe.pipeline.sources.source import CAPTION_FIELDS, IMAGE_FIELDS, ReadOptions, Source, Tools, choose_field
 from fnpipe.pipeline.sources.splits import SPLIT_COLUMN, RowSplits, split_of_file

@@ -10,7 +10,8 @@ import os
 from typing import Any
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files.text import composed, exists, join, open_binary, walk
+from fnpipe.pipeline.files.text import composed, open_binary
+from fnpipe.pipeline.files.urls import exists, join, walk
 from fnpipe.pipeline.sources.csv import read_table
 from fnpipe.pipeline.sources.json_rows import EntryReader, read_json_lines
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder

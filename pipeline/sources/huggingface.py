@@ -27,8 +27,8 @@ import pyarrow.parquet as pq
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
-from fnpipe.pipeline.files.ranges import is_remote, local_path
-from fnpipe.pipeline.files.text import HUB, absolute, exists, is_directory, join, natural, open_binary, walk
+from fnpipe.pipeline.files.text import open_binary
+from fnpipe.pipeline.files.urls import HUB, absolute, exists, is_directory, is_remote, join, local_path, natural, walk
 from fnpipe.pipeline.sources.arrow_columns import (
     Mapped,
     Spool,

@@ -6,7 +6,8 @@ import json
 from typing import Any
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files.text import bounded_lines, open_text, parent, size_of
+from fnpipe.pipeline.files.text import bounded_lines, open_text
+from fnpipe.pipeline.files.urls import parent, size_of
 from fnpipe.pipeline.sources.json_stream import JsonStream
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.source import IMAGE_FIELDS, ReadOptions, Source, Tools

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fnpipe.pipeline.errors import InputError, nearest
-from fnpipe.pipeline.files.ranges import is_remote
-from fnpipe.pipeline.files.text import HUB, exists, expand_braces, is_directory, open_unpacked, peek, walk
+from fnpipe.pipeline.files.text import open_unpacked, peek
+from fnpipe.pipeline.files.urls import HUB, exists, expand_braces, is_directory, is_remote, walk
 from fnpipe.pipeline.sources.coco import read_coco
 from fnpipe.pipeline.sources.csv import read_csv, read_tsv
 from fnpipe.pipeline.sources.folder import metadata_files, read_folder

@@ -15,7 +15,9 @@ import pyarrow.parquet as pq
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
-from fnpipe.pipeline.files.text import common_folder, is_directory, join, natural, open_binary, spool_name, walk
+from fnpipe.pipeline.files.text import common_folder, open_binary, spool_name
+from fnpipe.pipeline.files.urls import is_directory, join, natural, walk
+from fnpipe.pipeline.images.reader import WHOLE_FILE
 from fnpipe.pipeline.sources.arrow_columns import (
     Place,
     Spool,
@@ -25,7 +27,7 @@ from fnpipe.pipeline.sources.arrow_columns import (
     require_image_type,
     split_values,
 )
-from fnpipe.pipeline.sources.rows import WHOLE_FILE, RowBuilder
+from fnpipe.pipeline.sources.rows import RowBuilder
 from fnpipe.pipeline.sources.source import (
     CAPTION_FIELDS,
     IMAGE_FIELDS,

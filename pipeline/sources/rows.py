@@ -12,6 +12,7 @@ import pyarrow as pa
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.tables import TablePacker
+from fnpipe.pipeline.images.reader import WHOLE_FILE
 
 # ``image`` is the path as in the source. Where ``file`` is WHOLE_FILE it leads to the bytes; otherwise they lie in the
 # source's file of that number, at ``offset``. A row with a ``reason`` is quarantined before any image is opened.
@@ -34,8 +35,6 @@ ROWS_SCHEMA = pa.schema(
 
 # Source and row number are filled in when all rows are there.
 _OWN_COLUMNS = pa.schema(list(ROWS_SCHEMA)[2:])
-
-WHOLE_FILE = -1
 
 MISSING: Final = object()
 """Stands for a field that an entry does not have, as opposed to one that is null."""

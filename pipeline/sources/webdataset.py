@@ -20,17 +20,8 @@ import pyarrow.compute as pc
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.tables import no_cycle_search
-from fnpipe.pipeline.files.text import (
-    common_folder,
-    join,
-    natural,
-    open_binary,
-    peek,
-    spool_name,
-    unpacked_limit,
-    unpacks_too_far,
-    walk,
-)
+from fnpipe.pipeline.files.text import common_folder, open_binary, peek, spool_name, unpacked_limit, unpacks_too_far
+from fnpipe.pipeline.files.urls import join, natural, walk
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
 from fnpipe.pipeline.sources.splits import member_splits, of_split

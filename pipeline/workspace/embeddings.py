@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.files.arrays import map_arrays
 from fnpipe.pipeline.machine.memory import total_memory
 from fnpipe.pipeline.workspace.record import Stage
+from fnpipe.pipeline.workspace.schemas import BAD_SCHEMA
 from fnpipe.pipeline.workspace.workspace import Workspace
-
-BAD_SCHEMA = pa.schema([("image_id", pa.int64()), ("pair_id", pa.int64()), ("reason", pa.string())])
 
 
 def image_array_path(directory: Path, shard: int) -> Path:
@@ -141,7 +140,7 @@ class Embeddings:
 def read_bad(stage: Stage) -> pa.Table:
     """``bad.parquet`` (``BAD_SCHEMA``) of embeddings: what has no embedding, and why."""
     spans = {"image_id": (0, stage.workspace.n_images), "pair_id": (0, stage.workspace.n_pairs)}
-    return atomic.read_table(stage.path / "bad.parquet", schema=BAD_SCHEMA, spans=spans)
+    return tables.read_table(stage.path / "bad.parquet", schema=BAD_SCHEMA, spans=spans)
 
 
 def _sorted_ids(column: pa.ChunkedArray) -> np.ndarray:

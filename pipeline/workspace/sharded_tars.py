@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files.ranges import is_remote, local_path, read_ranges
-from fnpipe.pipeline.files.text import size_of
+from fnpipe.pipeline.files.ranges import read_ranges
+from fnpipe.pipeline.files.urls import is_remote, local_path, size_of
 from fnpipe.pipeline.images.decode import decode_or_none
 
 if TYPE_CHECKING:

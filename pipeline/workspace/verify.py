@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.files.digests import content_digest, digest_listed
-from fnpipe.pipeline.files.ranges import is_remote, local_path
+from fnpipe.pipeline.files.urls import is_remote, local_path
 from fnpipe.pipeline.machine.processes import available_cpus
 from fnpipe.pipeline.machine.progress import Advance, progress
 from fnpipe.pipeline.made_by import MADE_BY, command_for
@@ -115,7 +115,7 @@ def _verify_sharding(workspace: Workspace, done: Verified, again: str, advance: 
     _compare(root, listed, done, again)
     for path in (root / "quarantine.parquet", *((root / "shuffled.parquet",) if _was_shuffled(workspace) else ())):
         with done.noting(path, again):
-            atomic.read_table(path)
+            tables.read_table(path)
     for shard in range(workspace.n_shards):
         with done.noting(workspace.pairs_path(shard), again):
             workspace.read_pairs(shard=shard)

@@ -13,52 +13,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fnpipe.pipeline.errors import InputError, nearest
-from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.images.decode import MAX_PIXELS
 from fnpipe.pipeline.made_by import MADE_BY
-from fnpipe.pipeline.workspace.record import FORMAT_VERSION, Stage, read_object
+from fnpipe.pipeline.workspace.manifest import read_manifest
+from fnpipe.pipeline.workspace.record import Stage
+from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA, PAIRS_SCHEMA
 from fnpipe.pipeline.workspace.sharded_tars import require_unchanged
-
-MANIFEST = "fnpipe.json"
-
-PAIRS_SCHEMA = pa.schema(
-    [
-        ("pair_id", pa.int64()),
-        ("image_id", pa.int64()),
-        ("shard", pa.int32()),
-        ("key", pa.string()),
-        ("caption", pa.string()),
-        ("source", pa.string()),
-        ("split", pa.string()),
-        ("width", pa.int32()),
-        ("height", pa.int32()),
-        ("image_sha256", pa.string()),
-        ("image_offset", pa.int64()),
-        ("image_size", pa.int64()),
-    ]
-)
-
-# One row per image, in image_id order; ``image`` is the path as the source gives it.
-IMAGES_SCHEMA = pa.schema(
-    [("image_id", pa.int64()), ("key", pa.string()), ("source", pa.string()), ("image", pa.string())]
-)
 
 # A file system takes 255 bytes; what stands beside a stage has a longer name than the stage itself.
 _LONGEST_NAME = 240
-
-_BEGUN_KEYS = ("format", "sources", "params")
-_FINISHED_KEYS = (*_BEGUN_KEYS, "counts", "shards", "images_per_shard", "pairs_per_shard", "splits", "digest")
-_MANIFEST_TYPES: dict[str, type | tuple[type, type]] = {
-    "format": int,
-    "sources": (list, dict),
-    "params": dict,
-    "counts": dict,
-    "shards": (list, str),
-    "images_per_shard": (list, int),
-    "pairs_per_shard": (list, int),
-    "splits": (dict, int),
-    "digest": str,
-}
 
 
 class Workspace:
@@ -221,27 +185,6 @@ class Workspace:
         return stage
 
 
-def read_manifest(root: Path) -> dict[str, Any] | None:
-    """``fnpipe.json`` of a directory, finished or not; None where there is none.
-
-    Raises:
-        InputError: it is damaged, or written by a newer fnpipe.
-    """
-    manifest = read_object(root / MANIFEST)
-    if manifest is None:
-        return None
-    version = manifest.get("format")
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        raise InputError(f"{root / MANIFEST}: format {version}, this fnpipe reads {FORMAT_VERSION}; upgrade")
-    for key in _FINISHED_KEYS if manifest.get("complete") else _BEGUN_KEYS:
-        if not _fits(manifest.get(key), _MANIFEST_TYPES[key]):
-            raise InputError(f"{root / MANIFEST}: damaged (no {key!r}); shard again with --overwrite")
-    per_shard = [manifest[key] for key in ("shards", "images_per_shard", "pairs_per_shard") if manifest.get("complete")]
-    if len(set(map(len, per_shard))) > 1:
-        raise InputError(f"{root / MANIFEST}: damaged (shards without a count); shard again with --overwrite")
-    return manifest
-
-
 def _whole(
     path: Path,
     schema: pa.Schema,
@@ -258,7 +201,7 @@ def _whole(
     Raises:
         InputError: it is damaged, or another shard's.
     """
-    table = atomic.read_table(path, columns, schema, filled=schema.names, spans={dense: ids, **spans})
+    table = tables.read_table(path, columns, schema, filled=schema.names, spans={dense: ids, **spans})
     if len(table) != ids[1] - ids[0]:
         raise atomic.damaged(path, f"{len(table):,} rows, not {ids[1] - ids[0]:,}")
     if dense in table.column_names and not np.array_equal(table[dense].to_numpy(), np.arange(*ids)):
@@ -268,15 +211,6 @@ def _whole(
 
 def _span(starts: np.ndarray, shard: int) -> tuple[int, int]:
     return int(starts[shard]), int(starts[shard + 1])
-
-
-def _fits(value: Any, kind: type | tuple[type, type]) -> bool:
-    """Whether a value is of a kind, or a list or an object of entries of a kind."""
-    if not isinstance(kind, tuple):
-        return isinstance(value, kind)
-    outer, inner = kind
-    entries = value.values() if isinstance(value, dict) else value
-    return isinstance(value, outer) and all(type(entry) is inner for entry in entries)
 
 
 def _starts(counts: Sequence[int]) -> np.ndarray:

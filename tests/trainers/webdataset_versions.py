@@ -11,7 +11,7 @@ from pathlib import Path
 import webdataset as wds
 
 from fnpipe.mining.plans.materialize import materialize
-from fnpipe.mining.plans.stage import plan_epochs
+from fnpipe.mining.plans.plan import plan_epochs
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.stream import MaterializedPictures
 

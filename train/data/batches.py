@@ -17,10 +17,11 @@ import torch
 
 from fnpipe.mining.data.identity import Identity
 from fnpipe.mining.data.train_pairs import Members
-from fnpipe.mining.edges.reader import EdgeLookup
-from fnpipe.mining.plans.stage import read_plan
+from fnpipe.mining.edges.lookup import EdgeLookup
+from fnpipe.mining.plans.plan import read_plan
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.record import Stage
+from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.augment import Augment, augment_tiny
 from fnpipe.train.data.pictures import FittedPictures, Samples
 from fnpipe.train.data.stream import MaterializedPictures
@@ -343,3 +344,30 @@ def ahead(batches: Iterator[Batch]) -> Iterator[Batch]:
         while (batch := pending.popleft().result()) is not None:
             pending.append(pool.submit(next, batches, None))
             yield batch
+
+
+def planned_batches(plan: Stage, batch_size: int | None) -> PlannedBatches:
+    """The batches of a plan; a ``batch_size`` that was given must be the plan's."""
+    source = PlannedBatches(plan)
+    if batch_size not in (None, source.batch_size):
+        raise InputError(
+            f"batch_size is {batch_size}, the batches of {plan.path} hold {source.batch_size}; leave it out"
+        )
+    return source
+
+
+def check_batch_size(size: int, asked: int | None, workspace: Workspace) -> None:
+    """Refuse batches that are not what was ``asked`` for, or too small to learn from.
+
+    Raises:
+        InputError: there are fewer images than were asked for, or a batch of ``size`` pairs holds no negative.
+    """
+    if size < 2:
+        raise InputError(
+            f"{workspace.root}: batches of {size} pair; two are the least, the others of a batch are its negatives"
+        )
+    if asked is not None and size < asked:
+        raise InputError(
+            f"batch_size is {asked}, and {workspace.root} has {size} images to train on; give at most {size}, or leave "
+            "it out"
+        )

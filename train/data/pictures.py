@@ -10,7 +10,8 @@ import pyarrow as pa
 import torch
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files.ranges import filesystem, is_remote, local_path, read_ranges
+from fnpipe.pipeline.files.ranges import read_ranges
+from fnpipe.pipeline.files.urls import filesystem, is_remote, local_path
 from fnpipe.pipeline.images.decode import decode_or_none
 from fnpipe.pipeline.workspace.workspace import Workspace
 

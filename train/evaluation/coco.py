@@ -17,7 +17,7 @@ from fnpipe.pipeline.sources.captions import clean_caption
 from fnpipe.pipeline.sources.json_stream import JsonStream
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.evaluation.eccv import ON, CocoTest
-from fnpipe.train.evaluation.retrieval import Queries
+from fnpipe.train.evaluation.queries import Queries
 
 # COCO_val2014_000000391895.jpg, or as COCO 2017 names it, 000000391895.jpg.
 _COCO_NAME = r"(?:^|/)(?:COCO_[a-z]+\d{4}_)?(?P<id>\d{12})(?:\.\w+)?$"

@@ -33,7 +33,8 @@ from fnpipe.train.evaluation.metrics import (
     query_blocks,
     recall_of_block,
 )
-from fnpipe.train.evaluation.retrieval import Figures, Queries
+from fnpipe.train.evaluation.queries import Queries
+from fnpipe.train.evaluation.retrieval import Figures
 
 ON = "COCO's 5k test"
 FOLDS = 5

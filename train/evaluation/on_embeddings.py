@@ -12,10 +12,11 @@ from fnpipe.pipeline.machine.device import pick_device
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.evaluation.metrics import BLOCK_ELEMENTS, Scores, cosine_scores, distinct_rows
-from fnpipe.train.evaluation.retrieval import Measure, Queries, by_retrieval, counts_of, usable_queries
+from fnpipe.train.evaluation.queries import Queries, usable_queries
+from fnpipe.train.evaluation.retrieval import Measure, by_retrieval, counts_of
+from fnpipe.train.model.adapter import AdapterNet
 from fnpipe.train.model.frozen_files import fitting_embeddings, load_frozen_run
-from fnpipe.train.objectives.adapter import AdapterNet
-from fnpipe.train.objectives.vacsr import VacsrNet, logits_in_tiles
+from fnpipe.train.model.vacsr import VacsrNet, logits_in_tiles
 
 
 def evaluate_frozen(

@@ -27,7 +27,8 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.memory import total_memory
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.train.data.batches import Batch, Loader
-from fnpipe.train.falcon.policy import Chooser, Draws, Recorded, Snapshot, construct, pair_similarities
+from fnpipe.train.falcon.chain import Chooser, construct, pair_similarities
+from fnpipe.train.falcon.policy import Draws, Recorded, Snapshot
 
 # Similarities of open search spaces alive at a time.
 _SIM_BYTES = 1 << 29

@@ -15,12 +15,14 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+from fnpipe.train.falcon.chain import Chooser, rank_at
 
 WIDTH = 32
 # Beta = floor + CEILING * sigmoid: an exponential with a soft upper end. A hard one has no gradient, and holds what
@@ -30,71 +32,6 @@ CEILING = 100.0
 _EDGE = 1e-6
 # The moving baseline: its memory, the steps before it says anything, and the bound of what it lets through.
 _MEMORY, _SKIPPED, _BOUND = 0.95, 10, 3.0
-
-
-# ---------------------------------------------------------------------------------------------------- batches
-class Chooser(Protocol):
-    """Says how hard the next pair is."""
-
-    def __call__(self, ordered: np.ndarray) -> int:
-        """The ascending rank of the pair to take, given the (n,) sorted similarities of the unused ones."""
-
-
-def pair_similarities(images: np.ndarray, texts: np.ndarray) -> np.ndarray:
-    """(M, d) image and text embeddings of M pairs -> (M, M) float32, symmetric: i2t plus t2i."""
-    sim_i2t: np.ndarray = images @ texts.T
-    sims: np.ndarray = sim_i2t + sim_i2t.T
-    return sims
-
-
-def construct(sims: np.ndarray, unused: np.ndarray, start: int, size: int, choose: Chooser) -> np.ndarray:
-    """A batch: a chain of pairs, each at the rank that ``choose`` names among those left.
-
-    Args:
-        sims: (M, M) float32, finite. unused: (n,) int64, the rows that may be taken, ascending; ``start`` is one.
-        size: pairs of the batch, at most n.
-
-    Returns:
-        (size,) int64 rows, ``start`` first. Of equal similarities the lowest row is taken.
-    """
-    rows = np.empty(size, np.int64)
-    rows[0] = start
-    left = unused[unused != start]
-    for slot in range(1, size):
-        row = sims[rows[slot - 1]].take(left)
-        ordered = np.sort(row)
-        at = int((row == ordered[choose(ordered)]).argmax())
-        rows[slot] = left[at]
-        left = np.delete(left, at)
-    return rows
-
-
-def rank_at(u: float, count: int, log_scale: bool) -> int:
-    """The ascending rank, 0 to count - 1, that a draw in [0, 1] stands for: 1 is the nearest, 0 the farthest.
-
-    On the plain scale it is the quantile. On the log scale (ours) it is the ``count ** (1 - u)``-th nearest.
-    """
-    from_nearest = count ** (1 - u) if log_scale else 1 + (1 - u) * (count - 1)
-    return count - min(max(int(from_nearest + 0.5), 1), count)
-
-
-class Constant:
-    """The same draw for every anchor: fixed quantiles, and the ramps."""
-
-    def __init__(self, u: float, log_scale: bool) -> None:
-        self.u, self.log_scale = u, log_scale
-
-    def __call__(self, ordered: np.ndarray) -> int:
-        return rank_at(self.u, len(ordered), self.log_scale)
-
-
-def ramp(kind: str, done: float) -> float:
-    """The draw of ``hardening`` or ``softening`` when ``done`` of the run, 0 to 1, lies behind: between 0.5 and 1.
-
-    Below the middle of the plain scale nothing becomes easier, and its lower end is hard again: the farthest pairs of
-    an anchor stand close together.
-    """
-    return 0.5 + 0.5 * (done if kind == "hardening" else 1 - done)
 
 
 # ---------------------------------------------------------------------------------------------------- policy

@@ -12,8 +12,9 @@ import torch
 from fnpipe.train.data.batches import Batch, Loader
 from fnpipe.train.distributed import Processes
 from fnpipe.train.falcon.batches import Constructed, EmbeddingCache, FalconBatches, FalconSource
+from fnpipe.train.falcon.chain import Chooser, Constant, ramp
 from fnpipe.train.falcon.keys import FIXED, LEARNED, LOG_RANK
-from fnpipe.train.falcon.policy import Chooser, Constant, Drawing, PolicyConfig, Scheduler, Snapshot, ramp
+from fnpipe.train.falcon.policy import Drawing, PolicyConfig, Scheduler, Snapshot
 from fnpipe.train.learners.keys import TrainConfig
 from fnpipe.train.objectives.step import Seen, StepInput, TrainStep
 

@@ -15,16 +15,17 @@ import torch
 
 from fnpipe.pipeline.embed.compute import ShardRows, unit_rows
 from fnpipe.pipeline.embed.load import ShardTask
-from fnpipe.pipeline.embed.open_clip import digest_weights
 from fnpipe.pipeline.embed.stage import EmbedConfig, EmbedSummary, compute_options, fill
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files.digests import digest_weights
 from fnpipe.pipeline.machine.progress import Advance
 from fnpipe.pipeline.workspace.embeddings import Embeddings, read_bad
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.evaluation.on_embeddings import adapted_rows
-from fnpipe.train.learners.embedding_keys import ADAPTER
-from fnpipe.train.model.frozen_files import fitting_embeddings, is_frozen_run, load_frozen_run, run_path
-from fnpipe.train.objectives.adapter import AdapterNet
+from fnpipe.train.model.adapter import AdapterNet
+from fnpipe.train.model.frozen_files import fitting_embeddings, is_frozen_run, load_frozen_run
+from fnpipe.train.model.vacsr import ADAPTER
+from fnpipe.train.runs.directory import run_path
 
 
 def is_adapter(spec: str, workspace: Workspace) -> bool:

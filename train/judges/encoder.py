@@ -9,18 +9,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from fnpipe.pipeline.embed.open_clip import digest_weights
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files.digests import digest_weights
 from fnpipe.pipeline.machine.device import check_precision, dtype_of
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.model.build import load_model
+from fnpipe.train.model.load import model_file
 from fnpipe.train.model.model import VLModel
 from fnpipe.train.model.tokenizer import CaptionTokenizer
-from fnpipe.train.runs.directory import model_file
 
 
 class RunEncoder:
-    """The two towers of a model behind the `fnpipe.pipeline.embed.open_clip.Encoder` protocol, on the model's device.
+    """The two towers of a model behind the `fnpipe.pipeline.embed.encoder.Encoder` protocol, on the model's device.
 
     ``prepare_image`` and ``tokenize`` hold no weights, so that loader processes can have them.
     """

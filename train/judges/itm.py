@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fnpipe.pipeline.embed.open_clip import digest_weights
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files.digests import digest_weights
 from fnpipe.pipeline.machine.device import pick_precision
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.model.build import load_model
 from fnpipe.train.model.fusion import Keys
+from fnpipe.train.model.load import model_file
 from fnpipe.train.model.model import VLModel
-from fnpipe.train.runs.directory import model_file
 
 _AUTOCAST = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -31,7 +31,7 @@ class PreparedTexts:
 
 
 class ItmDiscriminator:
-    """p = softmax of the ITM logits at "matched", behind the `fnpipe.mining.discriminators.protocol.Discriminator` protocol.
+    """p = softmax of the ITM logits at "matched": a `fnpipe.mining.discriminators.protocol.Discriminator`.
 
     Both towers run once per picture and caption of a block, and so do the cross-attention keys; a combination costs the
     fusion layers alone.

@@ -13,17 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from fnpipe.mining.discriminators.protocol import LogisticFit
-from fnpipe.pipeline.embed.open_clip import digest_weights
+from fnpipe.mining.discriminators.similarity import LogisticFit
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files.digests import digest_weights
 from fnpipe.pipeline.workspace.workspace import Workspace
-from fnpipe.train.learners.embedding_keys import VACSR
 from fnpipe.train.model.frozen_files import FrozenModel, fitting_embeddings, load_frozen_run
-from fnpipe.train.objectives.vacsr import VacsrNet, pair_scores
+from fnpipe.train.model.vacsr import VACSR, VacsrNet, pair_scores
 
 
 class VacsrDiscriminator:
-    """p and uncertainty of the combinations of embeddings (`fnpipe.mining.discriminators.protocol.EmbeddingDiscriminator`).
+    """p and uncertainty of embeddings: a `fnpipe.mining.discriminators.protocol.EmbeddingDiscriminator`.
 
     Attributes:
         fit: the curve from logits to p; None: the sigmoid, as it was trained.

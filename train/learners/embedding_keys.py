@@ -9,19 +9,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace.schemas import TEST
 from fnpipe.train.keys import check_bounds, check_choices
-from fnpipe.train.learners.keys import TEST
-from fnpipe.train.objectives.adapter import AdapterNet
-from fnpipe.train.objectives.vacsr import TILE, LossConfig, VacsrNet
+from fnpipe.train.model.adapter import AdapterNet
+from fnpipe.train.model.vacsr import ADAPTER, HIDDEN, TILE, VACSR, VacsrNet
+from fnpipe.train.objectives.vacsr import LossConfig
 
-VACSR, ADAPTER = "vacsr", "adapter"
 # What 12 epochs of 8,192 pairs are in batches of 64; more changed nothing.
 STEPS = 1536
 
 _INF = float("inf")
-# Hidden units, in widths of the embeddings. A VACSR of one width tells foreign combinations apart less well by .02
-# to .04 in AUROC and by 3 to 4 points of mAP@R.
-HIDDEN = 2
 
 
 @dataclass(frozen=True, kw_only=True)

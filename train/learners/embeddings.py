@@ -1,7 +1,7 @@
 """Training on frozen embeddings: batches of stored vectors, one small network, a run like any other.
 
-No picture is opened, so that a run takes a minute. The batches come from a plan or are drawn at random, as in
-`fnpipe.train.loop.session`, and every draw derives from (seed, epoch, batch): a run that was interrupted ends with the bytes of
+No picture is opened, so that a run takes a minute. The batches come from a plan or are drawn at random, as for models
+that read pictures, and every draw derives from (seed, epoch, batch): a run that was interrupted ends with the bytes of
 one that was not.
 """
 
@@ -19,32 +19,51 @@ from typing import Any
 import numpy as np
 import torch
 
-from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity, pair_images
-from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity
+from fnpipe.mining.data.train_pairs import pair_images, read_members
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.reader import POSITIVE, EdgeLookup, EdgesInfo
+from fnpipe.mining.edges.labels import POSITIVE
+from fnpipe.mining.edges.lookup import EdgeLookup
+from fnpipe.mining.edges.reader import EdgesInfo
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files.digests import file_digest
 from fnpipe.pipeline.machine.device import pick_device
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.record import FORMAT_VERSION, reading
+from fnpipe.pipeline.workspace.schemas import TEST
 from fnpipe.pipeline.workspace.workspace import Workspace
-from fnpipe.train.data.batches import BatchSource, EpochPlan, RandomBatches, WithoutPairs
+from fnpipe.train.data.batches import (
+    BatchSource,
+    EpochPlan,
+    RandomBatches,
+    WithoutPairs,
+    check_batch_size,
+    planned_batches,
+)
 from fnpipe.train.evaluation.on_embeddings import evaluate_frozen
-from fnpipe.train.evaluation.retrieval import Queries, read_queries
+from fnpipe.train.evaluation.queries import Queries, read_queries
 from fnpipe.train.learners.embedding_keys import FROZEN_METHODS, FrozenConfig, VacsrConfig, resolve_frozen
-from fnpipe.train.learners.inputs import check_batch_size, file_digest, identity_beyond_records, planned_batches
-from fnpipe.train.learners.keys import TEST
-from fnpipe.train.learners.pictures import AfterStep, Report
-from fnpipe.train.loop.session import asked_values, deterministic, earlier_record, require_inputs, stop_signals
+from fnpipe.train.learners.inputs import identity_beyond_records
+from fnpipe.train.loop.session import (
+    AfterStep,
+    Report,
+    asked_values,
+    deterministic,
+    earlier_record,
+    require_inputs,
+    stop_signals,
+)
+from fnpipe.train.model.adapter import AdapterNet
 from fnpipe.train.model.frozen_files import FrozenModel, describe_source, save_frozen
-from fnpipe.train.model.tensorfile import write_state
-from fnpipe.train.objectives.adapter import AdapterNet, adapter_loss
-from fnpipe.train.objectives.vacsr import SeededNoise, vacsr_loss
+from fnpipe.train.model.vacsr import SeededNoise
+from fnpipe.train.objectives.adapter import adapter_loss
+from fnpipe.train.objectives.vacsr import vacsr_loss
 from fnpipe.train.runs.directory import CHECKPOINTS, CONFIG, METRICS, checkpoint_digests, run_directory
-from fnpipe.train.runs.log import Log, epoch_line, plot_losses, read_metrics
-from fnpipe.train.runs.state import STATE, Position, restore, truncate
+from fnpipe.train.runs.log import Log, epoch_line, read_metrics
+from fnpipe.train.runs.plots import plot_losses
+from fnpipe.train.runs.state import STATE, Position, restore, truncate, write_state
 
 DEFAULT_BATCH_SIZE = 64
 # Keeps the draws of a run apart from those of its batches.

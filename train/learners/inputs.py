@@ -10,20 +10,28 @@ import numpy as np
 from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity
 from fnpipe.mining.data.train_pairs import members_of, read_members
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.reader import TAU_HIGH, TAU_LOW, EdgeLookup, EdgesInfo, read_recorded
-from fnpipe.mining.plans.stage import plan_epochs
+from fnpipe.mining.edges.lookup import EdgeLookup
+from fnpipe.mining.edges.reader import TAU_HIGH, TAU_LOW, EdgesInfo, read_recorded
+from fnpipe.mining.plans.plan import plan_epochs
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files.digests import digest_files
+from fnpipe.pipeline.files.digests import file_digest
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.record import Stage
 from fnpipe.pipeline.workspace.workspace import Workspace
-from fnpipe.train.data.batches import BatchSource, PlannedBatches, RandomBatches, WithoutPairs
+from fnpipe.train.data.batches import (
+    BatchSource,
+    RandomBatches,
+    WithoutPairs,
+    check_batch_size,
+    planned_batches,
+)
 from fnpipe.train.data.pictures import Samples
 from fnpipe.train.data.stream import MaterializedPictures
 from fnpipe.train.falcon.batches import FalconSource
 from fnpipe.train.falcon.keys import FALCON, choose_search_space
-from fnpipe.train.learners.keys import TINY, TrainConfig
-from fnpipe.train.runs.directory import SHIPPED
+from fnpipe.train.learners.keys import TrainConfig
+from fnpipe.train.model.load import SHIPPED
+from fnpipe.train.model.tiny import TINY
 
 
 @dataclass(frozen=True)
@@ -111,33 +119,6 @@ def identity_beyond_records(workspace: Workspace, bound: int) -> Identity | None
     return identity if identity is not None and identity.repeats else None
 
 
-def planned_batches(plan: Stage, batch_size: int | None) -> PlannedBatches:
-    """The batches of a plan; a ``batch_size`` that was given must be the plan's."""
-    source = PlannedBatches(plan)
-    if batch_size not in (None, source.batch_size):
-        raise InputError(
-            f"batch_size is {batch_size}, the batches of {plan.path} hold {source.batch_size}; leave it out"
-        )
-    return source
-
-
-def check_batch_size(size: int, asked: int | None, workspace: Workspace) -> None:
-    """Refuse batches that are not what was ``asked`` for, or too small to learn from.
-
-    Raises:
-        InputError: there are fewer images than were asked for, or a batch of ``size`` pairs holds no negative.
-    """
-    if size < 2:
-        raise InputError(
-            f"{workspace.root}: batches of {size} pair; two are the least, the others of a batch are its negatives"
-        )
-    if asked is not None and size < asked:
-        raise InputError(
-            f"batch_size is {asked}, and {workspace.root} has {size} images to train on; give at most {size}, or leave "
-            "it out"
-        )
-
-
 def find_plan(workspace: Workspace, config: TrainConfig) -> Stage | None:
     """The plan that is named, or the only GRIT plan for a method that needs one; None: the run draws random batches."""
     if config.groups is not None:
@@ -205,11 +186,6 @@ def doubted_pairs(edges: Stage, minimum: float) -> np.ndarray:
     # NaN compares as False.
     doubted[table["pair_id"].to_numpy()] = table["match_probability"].to_numpy() < np.float32(minimum)
     return doubted
-
-
-def file_digest(path: Path) -> str:
-    """sha256 of a file's name and contents."""
-    return digest_files([path], path.parent)
 
 
 def init_digest(init: str | None, weights: Path | None) -> dict[str, str]:

@@ -14,24 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace.schemas import TEST
 from fnpipe.train.falcon.keys import (
     FALCON,
-    FIXED,
-    HARDENING,
     ITG,
-    LEARNED,
-    LOG_RANK,
     MLM,
-    RANK,
-    SOFTENING,
     check_falcon,
     resolve_falcon,
 )
-from fnpipe.train.keys import check_bounds, check_choices, given_values, typed
+from fnpipe.train.keys import CHOICES, check_bounds, check_choices, given_values, typed
+from fnpipe.train.model.tiny import TINY
 
-TINY = "fnpipe-tiny"
-# The split to evaluate on, where there is one. Weights are never chosen by it: what it says of them would be too good.
-TEST = "test"
 # fnpipe-tiny makes about ten steps of 64 a second on one core: this many take minutes.
 TINY_STEPS = 3600
 # GRIT-VLP and MAFA pretrain for 20 epochs.
@@ -61,27 +54,8 @@ METHODS: Mapping[str, Method] = {
     FALCON: Method(itm=True, mlm=True, ecm=False, grouped=False),
 }
 
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "method": tuple(METHODS),
-    "false_negatives": ("positive", "drop", "ignore"),
-    "unscored": ("negative", "next"),
-    "second": ("plain", "next-negative"),
-    "itc_loss": ("softmax", "sigmoid"),
-    "text_attention": ("own", "bidirectional"),
-    "precision": ("auto", "fp32", "bf16", "fp16"),
-    "augment": ("auto", "tiny", "albef", "open-clip", "none"),
-    "scheduler": (LEARNED, FIXED, HARDENING, SOFTENING),
-    "quantile_scale": (RANK, LOG_RANK),
-    "policy_level": ("anchor", "batch"),
-    "policy_input": ("softmax", "standardised"),
-    "baseline": ("moving", "none"),
-    "reward": (MLM, ITG),
-}
 # Of these None is a value as well: chosen when the run starts.
 _OPEN_CHOICES = ("itc_loss", "text_attention", "scheduler", "quantile_scale")
-
-# What a resumed run may change: where and how fast it runs, not what it computes.
-FREE_ON_RESUME = frozenset({"device", "threads", "workers", "cache_mib", "materialized", "tensorboard"})
 
 
 @dataclass(frozen=True, kw_only=True)

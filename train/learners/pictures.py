@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,36 +19,30 @@ from fnpipe.mining.discriminators.protocol import Discriminator
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.machine.progress import Advance, progress
+from fnpipe.pipeline.workspace.schemas import TEST
 from fnpipe.train.data.augment import make_augment
 from fnpipe.train.data.batches import Batch, FullPixels, Loader, Pixels, TinyPixels, share
 from fnpipe.train.data.pictures import FittedPictures
 from fnpipe.train.distributed import Processes
-from fnpipe.train.evaluation.retrieval import Queries, evaluate_model
+from fnpipe.train.evaluation.queries import Queries
+from fnpipe.train.evaluation.retrieval import evaluate_model
 from fnpipe.train.falcon.batches import FalconSource
 from fnpipe.train.falcon.keys import ITG
 from fnpipe.train.falcon.scheduler import Falcon
 from fnpipe.train.learners.inputs import Inputs
-from fnpipe.train.learners.keys import TEST, TrainConfig
+from fnpipe.train.learners.keys import TrainConfig
 from fnpipe.train.loop.agreement import agreement
+from fnpipe.train.loop.checkpoints import load_state, save_state, save_weights
+from fnpipe.train.loop.optim import learning_rate, parameter_groups
+from fnpipe.train.loop.session import AfterStep, Report
 from fnpipe.train.model.frozen_files import save_beside
 from fnpipe.train.model.model import VLModel
 from fnpipe.train.objectives.ecm import Decisions, EcmConfig
-from fnpipe.train.objectives.step import (
-    StepConfig,
-    StepInput,
-    TrainStep,
-    false_negatives,
-    learning_rate,
-    mask_generator,
-    parameter_groups,
-)
+from fnpipe.train.objectives.step import StepConfig, StepInput, TrainStep, false_negatives, mask_generator
 from fnpipe.train.runs.directory import CHECKPOINTS, CONFIG, METRICS, checkpoint_digests
-from fnpipe.train.runs.log import Log, epoch_line, plot_losses, plot_quantiles, read_metrics
-from fnpipe.train.runs.state import load_state, save_state, save_weights, truncate
-
-Report = Callable[[str], None]
-# Called after every optimiser step with its number, counted from 1.
-AfterStep = Callable[[int], None]
+from fnpipe.train.runs.log import Log, epoch_line, read_metrics
+from fnpipe.train.runs.plots import plot_losses, plot_quantiles
+from fnpipe.train.runs.state import truncate
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

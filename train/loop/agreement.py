@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from fnpipe.mining.discriminators.protocol import Discriminator
-from fnpipe.mining.edges.reader import NEGATIVE, label_candidates
+from fnpipe.mining.edges.labels import NEGATIVE, label_candidates
 from fnpipe.train.data.batches import Batch
 from fnpipe.train.data.pictures import Samples
-from fnpipe.train.objectives.ecm import Decisions
+from fnpipe.train.objectives.ecm import Decisions, hardest_pairs
 
 
 def agreement(
@@ -32,12 +32,3 @@ def agreement(
     known = np.full((len(batch), len(batch)), NEGATIVE) if batch.label is None else batch.label.numpy()
     looked_up = np.maximum(known[images, texts], NEGATIVE)
     return float(np.mean(label_candidates(p, tau_low, tau_high) == looked_up))
-
-
-def hardest_pairs(decisions: Decisions) -> tuple[np.ndarray, np.ndarray]:
-    """Image rows and text rows of every hardest negative: of the images first, then of the texts."""
-    of_image, of_text = decisions.hardest_i2t.cpu().numpy(), decisions.hardest_t2i.cpu().numpy()
-    anchors = np.arange(len(of_image))
-    images, texts = np.concatenate([anchors, of_text]), np.concatenate([of_image, anchors])
-    some = (images >= 0) & (texts >= 0)
-    return images[some], texts[some]

@@ -10,16 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fnpipe.pipeline.embed.open_clip import digest_weights
 from fnpipe.pipeline.errors import InputError, one_line
+from fnpipe.pipeline.files.digests import digest_weights
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
-from fnpipe.train.learners.embedding_keys import ADAPTER, FROZEN_METHODS, VACSR
+from fnpipe.train.model.adapter import AdapterNet
 from fnpipe.train.model.model import VLModel
 from fnpipe.train.model.tensorfile import read_tensors, require_fits, write_tensors
-from fnpipe.train.objectives.adapter import AdapterNet
-from fnpipe.train.objectives.vacsr import VacsrNet
-from fnpipe.train.runs.directory import checkpoint_path, find_run, read_run_config
+from fnpipe.train.model.vacsr import ADAPTER, FROZEN, VACSR, VacsrNet
+from fnpipe.train.runs.directory import checkpoint_path, method_of_run, run_path
 
 _FORMAT = "fnpipe-frozen-1"
 # What says which encoder made embeddings; of imported ones not all is known.
@@ -124,26 +123,9 @@ def save_beside(weights: Path, net: VacsrNet, model: VLModel) -> None:
     save_frozen(beside(weights), FrozenModel(VACSR, net, source))
 
 
-def run_path(workspace: Workspace, name: str) -> Path:
-    """The directory of a run: of this workspace by its name, of another one by its path.
-
-    Raises:
-        InputError: there is none.
-    """
-    if "/" not in name:
-        return find_run(workspace, name)
-    read_run_config(Path(name))
-    return Path(name)
-
-
-def method_of_run(directory: Path) -> str:
-    """The method that a run was started with."""
-    return str(read_run_config(directory).get("config", {}).get("method"))
-
-
 def is_frozen_run(directory: Path) -> bool:
     """Whether a run was trained on frozen embeddings."""
-    return method_of_run(directory) in FROZEN_METHODS
+    return method_of_run(directory) in FROZEN
 
 
 def load_frozen_run(
@@ -156,12 +138,12 @@ def load_frozen_run(
     """
     directory = run_path(workspace, name)
     found = method_of_run(directory)
-    if method == VACSR and found not in FROZEN_METHODS:
+    if method == VACSR and found not in FROZEN:
         path = beside(checkpoint_path(directory, checkpoint))
         if path.is_file():
             return load_frozen(path)
-    if found != method if method is not None else found not in FROZEN_METHODS:
-        wanted = method or " or ".join(FROZEN_METHODS)
+    if found != method if method is not None else found not in FROZEN:
+        wanted = method or " or ".join(FROZEN)
         raise InputError(f"{directory}: a run of {found}; name one that was trained with --method {wanted}")
     model = load_frozen(checkpoint_path(directory, checkpoint))
     return replace(model, source=_seen_from_outside(model.source, directory)) if "/" in name else model

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,23 +25,6 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Map
     text += b" " * (-len(text) % 8)
     with atomic.replacing(path) as temporary, temporary.open("wb") as file:
         file.writelines((len(text).to_bytes(8, "little"), text, data[end:]))
-
-
-def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write what a run goes on from, as torch saves it, atomically.
-
-    Raises:
-        OSError: the system refuses, as it says itself; torch alone would complain about positions in its archive.
-    """
-    with atomic.replacing(path) as temporary:
-        try:
-            with temporary.open("wb") as file:
-                torch.save(dict(state), file)
-        except RuntimeError as error:
-            said: BaseException | None = error
-            while said is not None and not isinstance(said, OSError):
-                said = said.__context__
-            raise (said or error) from None
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

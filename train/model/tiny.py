@@ -14,8 +14,6 @@ from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from fnpipe.train.learners.keys import TINY
-
 ALBEF = "albef-base"
 _ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -72,3 +70,6 @@ def register() -> None:
     for name in (TINY, ALBEF):
         if name not in known:
             open_clip.add_model_config(_ASSETS / f"{name}.json")
+
+
+TINY = "fnpipe-tiny"

@@ -9,15 +9,13 @@ as rows and texts as columns, ``t2i`` blocks texts as rows and images as columns
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
+import numpy as np
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
-from fnpipe.mining.edges.reader import AMBIGUOUS, POSITIVE, UNSCORED
-from fnpipe.train.keys import check_choices
-from fnpipe.train.learners.keys import CHOICES
+from fnpipe.mining.edges.labels import AMBIGUOUS, POSITIVE, UNSCORED
+from fnpipe.train.keys import CHOICES, check_choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,156 +180,10 @@ def _block(rows: _Rows, mask: torch.Tensor) -> torch.Tensor:
     return torch.zeros(size, size, dtype=torch.bool, device=mask.device).scatter(1, rows.chosen[:, None], mask[:, None])
 
 
-# ---------------------------------------------------------------------------------------------------- contrastive
-@dataclass(frozen=True)
-class ItcTargets:
-    """Row distributions (B, N) for both directions, and the columns (B, N) that are left out; N = B x world."""
-
-    i2t: torch.Tensor
-    t2i: torch.Tensor
-    dropped_i2t: torch.Tensor
-    dropped_t2i: torch.Tensor
-
-
-def itc_targets(
-    decisions: Decisions,
-    recorded: torch.Tensor | None = None,
-    *,
-    smoothing: float = 0.0,
-    rank: int = 0,
-    world: int = 1,
-    dtype: torch.dtype = torch.float32,
-) -> ItcTargets:
-    """Soft targets of ITC (MAFA's ECM and S-ITC): a row's mass is split evenly over what is known to match it.
-
-    That is its own pair, the other recorded ones of ``recorded``, and its new positive: 1, or 0.5 / 0.5. S-ITC then
-    mixes in the uniform distribution, ``(1 - a) * target + a / N``, over the columns that are not left out.
-
-    Args:
-        recorded: as given to `ecm_decisions`. smoothing: S-ITC's a, in [0, 1].
-        rank, world: for columns gathered over processes (`gather_rows`), of which nothing but similarity is known.
-    """
-    size = len(decisions.positives_i2t)
-    own = torch.eye(size, dtype=torch.bool, device=decisions.positives_i2t.device)
-    recorded = own if recorded is None else recorded | own
-
-    def row_targets(known: torch.Tensor, dropped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        known, dropped = _widen(known, rank, world), _widen(dropped, rank, world)
-        target = known.to(dtype) / known.sum(1, keepdim=True)
-        kept = (~dropped).to(dtype)
-        return (1 - smoothing) * target + smoothing * kept / kept.sum(1, keepdim=True), dropped
-
-    i2t, dropped_i2t = row_targets(recorded | decisions.positives_i2t, decisions.dropped_i2t)
-    t2i, dropped_t2i = row_targets(recorded.T | decisions.positives_t2i, decisions.dropped_t2i)
-    return ItcTargets(i2t, t2i, dropped_i2t, dropped_t2i)
-
-
-def _widen(block: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """(B, B) bool -> (B, B x world), this process's columns in their place and False in the others'."""
-    size = len(block)
-    return F.pad(block, (rank * size, (world - 1 - rank) * size))
-
-
-def itc_loss(logits_i2t: torch.Tensor, logits_t2i: torch.Tensor, targets: ItcTargets) -> torch.Tensor:
-    """Contrastive loss (ALBEF, equation 2, with MAFA's targets): mean of the two directions' cross entropies.
-
-    The gradient reaches both sides of a similarity. The released code of GRIT-VLP and MAFA stops it at the columns, so
-    that images learn from I2T alone and texts from T2I alone; the papers do not say so.
-
-    Args:
-        logits_i2t, logits_t2i: (B, N) similarities divided by the temperature, images and texts as rows.
-    """
-    i2t = _soft_cross_entropy(logits_i2t, targets.i2t, targets.dropped_i2t)
-    t2i = _soft_cross_entropy(logits_t2i, targets.t2i, targets.dropped_t2i)
-    return (i2t + t2i) / 2
-
-
-def _soft_cross_entropy(logits: torch.Tensor, target: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
-    log_q = logits.masked_fill(dropped, -torch.inf).log_softmax(1)
-    # A dropped column has target 0, and 0 * -inf would be NaN.
-    return -(target * log_q.masked_fill(dropped, 0)).sum(1).mean()
-
-
-def consistency_loss(logits_i2t: torch.Tensor, logits_t2i: torch.Tensor) -> torch.Tensor:
-    """GRIT-VLP's consistency loss, before its weight of 0.2: each direction is drawn towards the other's distribution,
-    which gets no gradient. Row i compares image i over all texts with text i over all images."""
-
-    def one_way(logits: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        return -(teacher.detach().softmax(1) * logits.log_softmax(1)).sum(1).mean()
-
-    return (one_way(logits_i2t, logits_t2i) + one_way(logits_t2i, logits_i2t)) / 2
-
-
-def sigmoid_loss(logits: torch.Tensor, positive: torch.Tensor, asked: torch.Tensor | None = None) -> torch.Tensor:
-    """SigLIP's pairwise loss: every combination is a binary question, summed over a row's texts, mean over rows.
-
-    Args:
-        logits: (B, N), images as rows. positive: (B, N) bool; the rest are negatives.
-        asked: (B, N) bool, which combinations count; None: all.
-    """
-    sign = positive.to(logits.dtype) * 2 - 1
-    loss = -F.logsigmoid(sign * logits)
-    return (loss if asked is None else loss * asked).sum(1).mean()
-
-
-def sigmoid_itc_loss(
-    sim_i2t: torch.Tensor,
-    temp: torch.Tensor,
-    bias: torch.Tensor,
-    decisions: Decisions,
-    recorded: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`sigmoid_loss` in the place of ITC.
-
-    Recorded pairs and new positives of either direction are positive, the rest negative; what either direction drops is
-    left out. S-ITC has no counterpart here.
-    """
-    own = torch.eye(len(sim_i2t), dtype=torch.bool, device=sim_i2t.device)
-    positive = own | decisions.positives_i2t | decisions.positives_t2i.T
-    if recorded is not None:
-        positive = positive | recorded
-    asked = ~(decisions.dropped_i2t | decisions.dropped_t2i.T)
-    return sigmoid_loss(sim_i2t / temp + bias, positive, asked)
-
-
-# ---------------------------------------------------------------------------------------------------- matching, tokens
-def itm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Image-text matching (ALBEF, equation 4): mean cross entropy of (n, 2) logits, labels (n,) int64."""
-    return F.cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, labels)
-
-
-def mlm_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Masked-token prediction (ALBEF, equation 3): mean cross entropy over the masked tokens.
-
-    Args:
-        logits: (k, V), the masked positions' alone. labels: (k,) int64. With k = 0 the loss is 0, with a gradient of 0.
-    """
-    logits = logits.float() if logits.dtype != torch.float64 else logits
-    return F.cross_entropy(logits, labels, reduction="sum") / max(len(labels), 1)
-
-
-# ---------------------------------------------------------------------------------------------------- processes
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor) -> torch.Tensor:
-        parts = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, rows.contiguous())
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        # Every process's loss depends on these rows: their gradients add up. (gloo has no reduce_scatter.)
-        grad = grads[0].contiguous()
-        dist.all_reduce(grad)
-        return grad.chunk(dist.get_world_size())[dist.get_rank()]
-
-
-def gather_rows(rows: torch.Tensor) -> torch.Tensor:
-    """(B, e) of each process -> (B x world, e) in rank order, with gradients; the input itself without processes.
-
-    B must be the same everywhere. With DDP's mean over processes, the mean of the local losses over gathered columns
-    has the gradient of one process's loss over the joint batch.
-    """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return rows
-    return _GatherRows.apply(rows)  # type: ignore[no-any-return]
+def hardest_pairs(decisions: Decisions) -> tuple[np.ndarray, np.ndarray]:
+    """Image rows and text rows of every hardest negative: of the images first, then of the texts."""
+    of_image, of_text = decisions.hardest_i2t.cpu().numpy(), decisions.hardest_t2i.cpu().numpy()
+    anchors = np.arange(len(of_image))
+    images, texts = np.concatenate([anchors, of_text]), np.concatenate([of_image, anchors])
+    some = (images >= 0) & (texts >= 0)
+    return images[some], texts[some]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,25 +10,16 @@ import torch
 from torch import nn
 
 from fnpipe.train.data.batches import Batch
-from fnpipe.train.learners.embedding_keys import HIDDEN
-from fnpipe.train.loop.agreement import hardest_pairs
+from fnpipe.train.distributed import gather_rows
 from fnpipe.train.model.coca import CAPTION_WEIGHT
 from fnpipe.train.model.fusion import Keys
 from fnpipe.train.model.model import VLModel
-from fnpipe.train.objectives.ecm import (
-    Decisions,
-    EcmConfig,
-    consistency_loss,
-    ecm_decisions,
-    gather_rows,
-    itc_loss,
-    itc_targets,
-    itm_loss,
-    mlm_loss,
-    sigmoid_itc_loss,
-)
+from fnpipe.train.model.vacsr import HIDDEN, SeededNoise, VacsrNet
+from fnpipe.train.objectives.contrastive import consistency_loss, itc_loss, itc_targets, sigmoid_itc_loss
+from fnpipe.train.objectives.ecm import Decisions, EcmConfig, ecm_decisions, hardest_pairs
 from fnpipe.train.objectives.masking import IGNORED, mask_tokens
-from fnpipe.train.objectives.vacsr import LossConfig, SeededNoise, VacsrNet, vacsr_loss
+from fnpipe.train.objectives.matching import itm_loss, mlm_loss
+from fnpipe.train.objectives.vacsr import LossConfig, vacsr_loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,23 +208,6 @@ def mask_generator(seed: int, epoch: int, number: int) -> torch.Generator:
     """The generator of one batch's masks."""
     state = np.random.SeedSequence([seed, epoch, number, 0x3A]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]) & (2**63 - 1))
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """Two groups for the optimiser: matrices with weight decay; norms, biases, the temperature and the like without."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-
-
-def learning_rate(step: int, *, total: int, warmup: int, peak: float, min_ratio: float) -> float:
-    """The rate of step ``step``, from 0: a linear warm-up, then a cosine from ``peak`` to ``min_ratio`` of it."""
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    done = min(1.0, (step - warmup) / max(1, total - warmup))
-    return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 Matches = Callable[[np.ndarray, np.ndarray], np.ndarray]

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.workspace.manifest import MANIFEST
 from fnpipe.pipeline.workspace.record import read_object
-from fnpipe.pipeline.workspace.workspace import MANIFEST
 from fnpipe.train.runs.directory import CONFIG, EVALUATION, METRICS, read_run_config
 
 # What places a line in the run, and is no measure of it.

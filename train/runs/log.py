@@ -12,9 +12,7 @@ from fnpipe.pipeline.files import atomic
 from fnpipe.train.runs.directory import METRICS
 
 if TYPE_CHECKING:
-    import numpy as np
-
-PLOT, QUANTILES_PLOT = "losses.png", "quantiles.png"
+    pass
 
 
 class Log:
@@ -71,70 +69,3 @@ def epoch_line(
     said = [f"{name} {mean:.3f}" for name, mean in means.items()]
     said += [f"{name} {figures[name]:.1f}" for name in ("tr_r1", "ir_r1", "map_at_r") if name in figures]
     return f"epoch {epoch + 1} of {epochs}: {', '.join(said)}"
-
-
-def plot_losses(directory: Path, losses: list[str]) -> Path:
-    """Draw the losses over the steps, smoothed, into ``losses.png``; the path."""
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    steps = read_metrics(directory, "step")
-    x = np.array([line["step"] for line in steps])
-    window = _window(len(steps))
-    # A figure of its own, not pyplot's: no display and no global state.
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    for name in losses:
-        axes.plot(x[window - 1 :], _smooth(steps, name, window), label=name)
-    axes.set_xlabel("step")
-    axes.set_ylabel(f"loss (mean of {window} steps)" if window > 1 else "loss")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    with atomic.naming(directory / PLOT):
-        figure.savefig(directory / PLOT, dpi=120)
-    return directory / PLOT
-
-
-def plot_quantiles(directory: Path) -> Path:
-    """Draw how hard FALCON's pairs were over the steps, smoothed, into ``quantiles.png``; the path.
-
-    Above the draw, its spread and the quantile q at which the pairs stood; below what is known of it: the share of
-    false negatives among the hardest, and the reward.
-    """
-    import numpy as np
-    from matplotlib.figure import Figure
-
-    steps = read_metrics(directory, "step")
-    x = np.array([line["step"] for line in steps])
-    window = _window(len(steps))
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    name = "u" if "u" in steps[0] else "q"
-    mean, spread = (_smooth(steps, key, window) for key in (name, f"{name}_spread"))
-    upper.plot(x[window - 1 :], mean, label="draw u" if name == "u" else "quantile q")
-    upper.fill_between(x[window - 1 :], mean - spread, mean + spread, alpha=0.2)
-    if name == "u":
-        upper.plot(x[window - 1 :], _smooth(steps, "q", window), label="quantile q")
-    upper.set_ylim(-0.02, 1.02)
-    upper.set_ylabel(f"hardness (mean of {window} steps)" if window > 1 else "hardness")
-    names = {"false_negatives": "false negatives (truth)", "mined_share": "false negatives (edges)", "reward": "reward"}
-    for key in (key for key in names if key in steps[0]):
-        lower.plot(x[window - 1 :], _smooth(steps, key, window), label=names[key])
-    lower.set_xlabel("step")
-    for axes in (upper, lower):
-        axes.grid(alpha=0.3)
-        if axes.lines:
-            axes.legend()
-    with atomic.naming(directory / QUANTILES_PLOT):
-        figure.savefig(directory / QUANTILES_PLOT, dpi=120)
-    return directory / QUANTILES_PLOT
-
-
-def _window(steps: int) -> int:
-    return max(1, steps // 50)
-
-
-def _smooth(steps: list[dict[str, Any]], name: str, window: int) -> np.ndarray:
-    import numpy as np
-
-    return np.convolve(np.array([line[name] for line in steps]), np.ones(window) / window, mode="valid")

@@ -25,7 +25,7 @@ from effect_regime import RANDOM, Regime, Row, Run
 
 from fnpipe.mining.connections.judge import Judge
 from fnpipe.mining.connections.stage import MineConfig, mine_connections
-from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.data.train_pairs import read_train_pairs
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.discriminators.protocol import Discriminator
 from fnpipe.mining.edges.labels import DISCRIMINATOR, label_candidates
@@ -204,7 +204,7 @@ class Chain:
     def _neighbours(self, con_d: Discriminator, space: int) -> Figures:
         """A random batch of M pairs is a random search space, and its hardest negatives the nearest neighbours."""
         embeddings = Embeddings.open(self.workspace, self.embeddings)
-        members = read_members(self.workspace, embeddings)
+        members = read_train_pairs(self.workspace, embeddings)
         plan = plan_epoch(members, GroupConfig(sampling=RANDOM, batch_size=space, keep_last=True), 0)
         found = hardest_negatives(plan, embeddings)
         p = Judge(self.workspace, embeddings, con_d, block_images=128, workers=1).probabilities(

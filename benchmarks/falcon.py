@@ -28,7 +28,7 @@ import numpy as np
 import open_clip
 import torch
 
-from fnpipe.mining.data.train_pairs import members_of
+from fnpipe.mining.data.train_pairs import train_pairs_of
 from fnpipe.train.data.batches import Batch
 from fnpipe.train.distributed import Processes
 from fnpipe.train.falcon.batches import EmbeddingCache, EpochConstruction, FalconSource
@@ -94,7 +94,7 @@ def make_source() -> FalconSource:
     rng = np.random.default_rng(0)
     centres = rng.normal(size=(400, WIDTH))[rng.integers(0, 400, SEARCH_SPACE)]
     stored: Any = Stored(Rows.drawn(centres, rng), Rows.drawn(centres, rng))
-    members = members_of(np.arange(SEARCH_SPACE), np.arange(SEARCH_SPACE))
+    members = train_pairs_of(np.arange(SEARCH_SPACE), np.arange(SEARCH_SPACE))
     return FalconSource(members, stored, BATCH, SEARCH_SPACE, 0)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.data.train_pairs import read_train_pairs
 from fnpipe.mining.data.truth import Truth
 from fnpipe.pipeline.embed.stage import EmbedConfig, embed
 from fnpipe.pipeline.files import atomic
@@ -67,7 +67,7 @@ def prepare(root: Path) -> tuple[Workspace, Path]:
 
 def shares(workspace: Workspace, truth: Truth, batches: int = 64) -> dict[str, dict[str, float]]:
     """False negatives among the hardest, by quantile, on the frozen embeddings of the shipped encoder."""
-    members, embeddings = read_members(workspace), Embeddings.open(workspace)
+    members, embeddings = read_train_pairs(workspace), Embeddings.open(workspace)
     pair_ids = members.captions_of_epoch(0, 0)
     found: dict[str, dict[str, float]] = {}
     for space in (SMALL, LARGE):

@@ -29,12 +29,12 @@ import numpy as np
 import torch
 from synthetic import synthetic_workspace
 
-from fnpipe.mining.data.train_pairs import read_members
-from fnpipe.mining.graph.blas import blas_kernel, load_faiss
-from fnpipe.mining.graph.directions import sides
+from fnpipe.mining.data.train_pairs import read_train_pairs
+from fnpipe.mining.graph.device_search import DeviceRows
 from fnpipe.mining.graph.graph import Graph
-from fnpipe.mining.graph.on_device import DeviceRows
+from fnpipe.mining.graph.load_faiss import blas_kernel, load_faiss
 from fnpipe.mining.graph.recall import share_found
+from fnpipe.mining.graph.search_sides import sides
 from fnpipe.mining.graph.stage import DIRECTIONS, GraphConfig, build_graph
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
@@ -100,7 +100,7 @@ class Direction:
 
     def __init__(self, workspace: Workspace, direction: str, sample: int) -> None:
         embeddings = Embeddings.open(workspace)
-        self.queries, self.candidates = sides(embeddings, read_members(workspace, embeddings))[direction]
+        self.queries, self.candidates = sides(embeddings, read_train_pairs(workspace, embeddings))[direction]
         rng = np.random.default_rng([1, DIRECTIONS.index(direction)])
         self.rows = np.sort(rng.choice(len(self.queries), min(sample, len(self.queries)), replace=False))
         self.ids = self.queries.ids[self.rows]
@@ -218,7 +218,7 @@ def on_gpus(arguments, workspace: Workspace):
         raise SystemExit("--device cuda: torch or FAISS sees no GPU here")
     result = {}
     for direction in DIRECTIONS:
-        side = Direction(workspace, direction, len(read_members(workspace).pair_ids))
+        side = Direction(workspace, direction, len(read_train_pairs(workspace).pair_ids))
         halves, owners = side.queries.halves(0, len(side.queries)), side.queries.owners
         rows = side.candidates.halves(0, len(side.candidates))
         began = clocks()

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from synthetic import synthetic_workspace
 
-from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.data.train_pairs import read_train_pairs
 from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.mining.plans.chain import grit_order
@@ -157,7 +157,7 @@ def quality(root: Path) -> dict[str, float]:
     workspace = synthetic_workspace(root, QUALITY_PAIRS)
     build_graph(workspace, GraphConfig(k=32, index="exact", recall_check=0))
     embeddings, graph = Embeddings.open(workspace), Graph.open(workspace)
-    members = read_members(workspace, embeddings)
+    members = read_train_pairs(workspace, embeddings)
     walk_graph(members, members.pair_ids, embeddings, graph, np.random.default_rng(0))
     began = time.perf_counter()
     order, steps = walk_graph(members, members.pair_ids, embeddings, graph, np.random.default_rng(0))

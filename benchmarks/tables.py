@@ -83,10 +83,10 @@ def measure(part: str, workspace: Workspace) -> dict[str, float]:
 def reader(part: str) -> Callable[[Workspace], object]:
     """What reads a part: who takes part in plans, the identity rule, and where the pictures and captions lie."""
     from fnpipe.mining.data.identity import Identity
-    from fnpipe.mining.data.train_pairs import read_members
+    from fnpipe.mining.data.train_pairs import read_train_pairs
     from fnpipe.train.data.pictures import Samples
 
-    return {"members": read_members, "identity": Identity.of, "samples": Samples.of}[part]
+    return {"members": read_train_pairs, "identity": Identity.of, "samples": Samples.of}[part]
 
 
 def anonymous() -> int:

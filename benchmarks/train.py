@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.data.train_pairs import read_train_pairs
 from fnpipe.mining.edges.labels import AMBIGUOUS, NEGATIVE, POSITIVE
 from fnpipe.mining.edges.lookup import EdgeLookup
 from fnpipe.pipeline.images.decode import decode_rgb
@@ -218,7 +218,7 @@ def time_loader(images: int, rounds: int = 3) -> dict[str, float]:
         loader = Loader(
             samples, FullPixels(samples, 224, augment, 0), lambda texts: torch.zeros(len(texts), 1), None, None, 0
         )
-        plan = RandomBatches(read_members(workspace), 64, 0).epoch(0)
+        plan = RandomBatches(read_train_pairs(workspace), 64, 0).epoch(0)
 
         def ours() -> Iterator[int]:
             return (len(batch) for batch in loader.batches(plan, 0, range(len(plan))))

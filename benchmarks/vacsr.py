@@ -43,7 +43,7 @@ from demo_checkpoints import Recipe, normalised, pretrain, warm_up
 
 from fnpipe.mining.connections.judge import Judge
 from fnpipe.mining.data.ranking import auroc, average_precision
-from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.data.train_pairs import read_train_pairs
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.discriminators.similarity import ClipDiscriminator, cosine, fit_on_recorded
 from fnpipe.mining.views.accuracy import edges_against_truth
@@ -201,7 +201,7 @@ def hardest(embeddings: Embeddings, truth: Truth, split: str) -> tuple[np.ndarra
     """The captions' nearest unrecorded images: image_ids, pair_ids, and which are true."""
     workspace = embeddings.workspace
     if split == "train":
-        members, nearest, pool = read_members(workspace, embeddings), 1, POOL
+        members, nearest, pool = read_train_pairs(workspace, embeddings), 1, POOL
         image_ids, pair_ids = members.images, members.captions_of_epoch(0, 0)
     else:
         queries, nearest = read_queries(workspace, split), NEAREST

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from conftest import MakeWorkspace, flat_colour, png
 from fnpipe.mining.data.identity import Identity
-from fnpipe.mining.data.train_pairs import members_of, read_members
+from fnpipe.mining.data.train_pairs import read_train_pairs, train_pairs_of
 from fnpipe.mining.edges.labels import AMBIGUOUS, POSITIVE, UNSCORED
 from fnpipe.mining.edges.lookup import EdgeLookup
 from fnpipe.pipeline.errors import InputError
@@ -51,7 +51,7 @@ def same(a: Batch, b: Batch) -> bool:
 
 def test_a_batch_holds_the_pictures_and_captions_of_its_rows(make_workspace: MakeWorkspace):
     workspace = make_workspace(7, captions=2)
-    source = RandomBatches(read_members(workspace), 3, seed=5)
+    source = RandomBatches(read_train_pairs(workspace), 3, seed=5)
     plan = source.epoch(0)
     batches = list(make_loader(workspace, plain=True).batches(plan, 0, range(len(plan))))
     assert [len(b) for b in batches] == [3, 3]
@@ -68,7 +68,7 @@ def test_a_batch_holds_the_pictures_and_captions_of_its_rows(make_workspace: Mak
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loading_may_begin_at_any_batch_with_any_number_of_workers(make_workspace: MakeWorkspace, workers: int):
     workspace = make_workspace(12)
-    plan = RandomBatches(read_members(workspace), 3, seed=5).epoch(4)
+    plan = RandomBatches(read_train_pairs(workspace), 3, seed=5).epoch(4)
     whole = list(make_loader(workspace).batches(plan, 4, range(4)))
     rest = list(make_loader(workspace, workers=workers).batches(plan, 4, range(2, 4)))
     assert len(rest) == 2
@@ -76,7 +76,7 @@ def test_loading_may_begin_at_any_batch_with_any_number_of_workers(make_workspac
 
 
 def test_random_batches_show_every_caption_in_turn_and_differ_by_epoch():
-    members = members_of(np.arange(20), np.arange(20) // 2)
+    members = train_pairs_of(np.arange(20), np.arange(20) // 2)
     source = RandomBatches(members, 4, seed=1)
     first, second = source.epoch(0), source.epoch(1)
     assert len(first) == 2
@@ -90,7 +90,7 @@ def test_random_batches_show_every_caption_in_turn_and_differ_by_epoch():
 
 
 def test_fewer_images_than_a_batch_make_one_batch():
-    source = RandomBatches(members_of(np.arange(3), np.arange(3)), 64, seed=0)
+    source = RandomBatches(train_pairs_of(np.arange(3), np.arange(3)), 64, seed=0)
     assert source.batch_size == 3
     assert sorted(source.epoch(0).batch(0)[0]) == [0, 1, 2]
 
@@ -127,7 +127,7 @@ def test_an_undecodable_picture_leaves_its_batch_and_is_counted(make_workspace: 
     pictures[2] = pictures[2][:30]
     workspace = make_workspace(5, pictures=[*pictures[:2], png((1, 2, 3)), *pictures[3:]])
     damage(workspace, image_id=2)
-    plan = RandomBatches(read_members(workspace), 5, seed=0).epoch(0)
+    plan = RandomBatches(read_train_pairs(workspace), 5, seed=0).epoch(0)
     parts: dict[str, Any] = {}
     if kind == "full":
         parts["pixels"] = FullPixels(Samples.of(workspace), 8, make_augment("albef", 8, True, fit), 0)
@@ -149,7 +149,7 @@ def test_a_batch_without_any_readable_picture_is_the_inputs_fault(make_workspace
     workspace = make_workspace(2)
     damage(workspace, 0)
     damage(workspace, 1)
-    plan = RandomBatches(read_members(workspace), 2, seed=0).epoch(0)
+    plan = RandomBatches(read_train_pairs(workspace), 2, seed=0).epoch(0)
     with pytest.raises(InputError, match="batch 0"):
         list(make_loader(workspace).batches(plan, 0, [0]))
 
@@ -161,7 +161,7 @@ def test_labels_come_with_the_batch_and_what_is_identical_counts_as_recorded(mak
     lookup = EdgeLookup(
         4, np.array([2 * 4 + 0, 3 * 4 + 1]), np.array([0.6, 0.9], np.float32), np.array([1, 2], np.int8)
     )
-    plan = RandomBatches(read_members(workspace), 4, seed=0).epoch(0)
+    plan = RandomBatches(read_train_pairs(workspace), 4, seed=0).epoch(0)
     loader = make_loader(workspace, edges=lookup, identity=Identity.of(workspace))
     (batch,) = loader.batches(plan, 0, [0])
     place = {int(i): row for row, i in enumerate(batch.image_ids)}
@@ -186,7 +186,7 @@ def test_labels_come_with_the_batch_and_what_is_identical_counts_as_recorded(mak
 def test_two_captions_of_one_image_in_a_batch_are_recorded_not_mined(make_workspace: MakeWorkspace):
     workspace = make_workspace(2, captions=2)
     loader = make_loader(workspace, edges=EdgeLookup(4, *no_edges()), identity=Identity.of(workspace))
-    plan = RandomBatches(read_members(workspace), 2, seed=0).epoch(0)
+    plan = RandomBatches(read_train_pairs(workspace), 2, seed=0).epoch(0)
     batch = loader.collate(
         type(plan)(np.array([0, 2]), np.array([1, 1]), np.array([2, 3])),
         0,

@@ -20,7 +20,7 @@ from test_falcon import chain_by_loop
 from test_train_loop import FAST, Killed, equal, kill_after, logged, weights, write_edges
 
 from conftest import MakeWorkspace, flat_colour, png, write_embeddings
-from fnpipe.mining.data.train_pairs import members_of
+from fnpipe.mining.data.train_pairs import train_pairs_of
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.falcon import batches as falcon_batches
@@ -72,7 +72,7 @@ def made_source(count: int, batch: int, space: int, seed: int) -> FalconSource:
         StoredRows(rng.normal(size=(2 * count, 3)).astype(np.float32)),
         StoredRows(rng.normal(size=(count, 3)).astype(np.float32)),
     )
-    members = members_of(np.arange(count), 2 * np.arange(count))
+    members = train_pairs_of(np.arange(count), 2 * np.arange(count))
     return FalconSource(members, stored, batch, space, seed)  # type: ignore[arg-type]
 
 
@@ -265,7 +265,7 @@ def test_the_next_epoch_looks_through_the_embeddings_of_this_ones_forward_passes
         expected = model.encode_image(model.transform.normalise(pixels))[1].half()
     assert torch.allclose(state["images"][used].float(), expected[used].float(), atol=2e-3)
     assert not state["images"][~used].any()
-    pairs = members_of(np.arange(2 * IMAGES), np.arange(2 * IMAGES) // 2).captions_of_epoch(0, 0)
+    pairs = train_pairs_of(np.arange(2 * IMAGES), np.arange(2 * IMAGES) // 2).captions_of_epoch(0, 0)
     captions = [f"picture {pair // 2} caption {pair % 2}" for pair in pairs]
     with torch.no_grad():
         expected = model.embed_texts(model.tokenizer(captions)).half()

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
-from fnpipe.mining.graph import on_device as device_search
-from fnpipe.mining.graph.exact import exact_nearest
+from fnpipe.mining.graph import device_search
+from fnpipe.mining.graph.device_search import DeviceRows
+from fnpipe.mining.graph.exact_search import exact_nearest
 from fnpipe.mining.graph.graph import Graph
-from fnpipe.mining.graph.on_device import DeviceRows
 from fnpipe.mining.graph.recall import share_found
 from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.pipeline.errors import InputError
@@ -95,8 +95,8 @@ def test_tiles_and_out_of_memory_on_the_device_change_no_list(monkeypatch: pytes
 
 
 def test_faiss_gpus_are_asked_for_before_anything_is_put_on_them(monkeypatch: pytest.MonkeyPatch):
-    from fnpipe.mining.graph.blas import load_faiss
-    from fnpipe.mining.graph.index import empty_index, on_gpus
+    from fnpipe.mining.graph.faiss_index import empty_index, on_gpus
+    from fnpipe.mining.graph.load_faiss import load_faiss
 
     faiss = load_faiss()
     monkeypatch.setattr(faiss, "get_num_gpus", lambda: 0, raising=False)
@@ -110,7 +110,7 @@ def test_a_string_for_faiss_goes_to_its_gpus_for_training_filling_and_search(
 ):
     # Where there is no GPU, a stand-in: an index is put on it by being given back.
     from fnpipe.mining.graph import stage as graph
-    from fnpipe.mining.graph.blas import load_faiss
+    from fnpipe.mining.graph.load_faiss import load_faiss
 
     faiss, moved = load_faiss(), []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
-from fnpipe.mining.graph import index as indexes
-from fnpipe.mining.graph.directions import Side
+from fnpipe.mining.graph import faiss_index as indexes
+from fnpipe.mining.graph.bfloat16_top_k import empty_short_lists, padded, push_bits, rerank, to_bfloat16
+from fnpipe.mining.graph.faiss_index import cell_count, empty_index, make_indexes, open_index
 from fnpipe.mining.graph.graph import Graph
-from fnpipe.mining.graph.index import cell_count, empty_index, make_indexes, open_index
+from fnpipe.mining.graph.inverted_lists import InvertedLists, scan_lists
 from fnpipe.mining.graph.recall import share_found
-from fnpipe.mining.graph.scan import InvertedLists, scan_lists
+from fnpipe.mining.graph.search_sides import SearchSide
 from fnpipe.mining.graph.stage import GraphConfig, build_graph
-from fnpipe.mining.graph.top_k_bf16 import empty_short_lists, padded, push_bits, rerank, to_bfloat16
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.threads import torch_threads
 from fnpipe.pipeline.workspace.embeddings import Embeddings, Rows
@@ -104,22 +104,24 @@ def test_padding_is_small_and_leaves_few_sizes(size):
     assert len({padded(n) for n in range(1, 5001)}) < 40
 
 
-def side_of(rows: np.ndarray, directory: Path, ids: np.ndarray | None = None) -> Side:
+def side_of(rows: np.ndarray, directory: Path, ids: np.ndarray | None = None) -> SearchSide:
     """Members whose rows lie in one mapped file; every one its own owner."""
     path = directory / f"{abs(hash(rows.tobytes()))}.npy"
     np.save(path, rows.astype(np.float16))
     ids = np.arange(len(rows)) if ids is None else ids
-    return Side(Rows([path], np.array([0, len(rows)]), rows.shape[1]), ids, ids)
+    return SearchSide(Rows([path], np.array([0, len(rows)]), rows.shape[1]), ids, ids)
 
 
-def lists_of(directory: Path, seed: int, n: int = 3000) -> tuple[Side, Side, InvertedLists, dict[str, int]]:
+def lists_of(directory: Path, seed: int, n: int = 3000) -> tuple[SearchSide, SearchSide, InvertedLists, dict[str, int]]:
     images, texts = (side_of(rows, directory) for rows in topics(np.random.default_rng(seed), n))
     path = directory / "index.faiss"
     facts = make_indexes("ivf", images, texts, 0, [path])
     return images, texts, InvertedLists.of(open_index(path)), facts
 
 
-def scan(lists: InvertedLists, queries: Side, candidates: Side, probes: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+def scan(
+    lists: InvertedLists, queries: SearchSide, candidates: SearchSide, probes: int, k: int
+) -> tuple[np.ndarray, np.ndarray]:
     rows = candidates.rows_of(lists.ids)
     addresses = candidates.rows.addresses(candidates.ids)
     halves = queries.halves(0, len(queries))
@@ -258,7 +260,7 @@ def test_candidates_in_several_indexes_are_found_as_in_one(
 
 @pytest.mark.parametrize("index", ["ivf", "IVF16,SQfp16"])
 def test_a_graph_is_the_same_after_a_kill_and_its_index_is_made_once(large: Workspace, monkeypatch, index: str):
-    from fnpipe.mining.graph import blocks
+    from fnpipe.mining.graph import query_blocks
     from fnpipe.mining.graph import search as searches
     from fnpipe.mining.graph import stage as graph
 
@@ -266,7 +268,7 @@ def test_a_graph_is_the_same_after_a_kill_and_its_index_is_made_once(large: Work
         monkeypatch.setattr(searches, name, 100)
     build_graph(large, GraphConfig(k=4, index=index))
     stage = large.stage("graph/clip")
-    digest, calls, write, made = stage.digest, [], blocks.Blocks.write, []
+    digest, calls, write, made = stage.digest, [], query_blocks.Blocks.write, []
 
     def killed(*args):
         calls.append(1)
@@ -274,7 +276,7 @@ def test_a_graph_is_the_same_after_a_kill_and_its_index_is_made_once(large: Work
             raise KeyboardInterrupt
         return write(*args)
 
-    monkeypatch.setattr(blocks.Blocks, "write", killed)
+    monkeypatch.setattr(query_blocks.Blocks, "write", killed)
     with pytest.raises(KeyboardInterrupt):
         build_graph(large, GraphConfig(k=4, index=index, overwrite=True))
     assert any((stage.path / "blocks").glob("i2t-*.sims.npy"))

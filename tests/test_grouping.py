@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import MakeWorkspace
-from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.data.train_pairs import read_train_pairs
 from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.mining.plans.plan import PLAN_SCHEMA, plan_epochs, read_plan
 from fnpipe.mining.plans.stage import GroupConfig, grit_order, group, parse_search_space
@@ -144,7 +144,7 @@ def test_captions_take_turns_evenly(clustered):
 
 
 def test_the_first_epoch_shows_any_of_an_images_captions(make_workspace: MakeWorkspace):
-    members = read_members(make_workspace(200, captions=3))
+    members = read_train_pairs(make_workspace(200, captions=3))
     shown = members.captions_of_epoch(0, seed=0) % 3
     assert min(np.bincount(shown, minlength=3)) > 40
     assert (members.captions_of_epoch(0, seed=1) % 3 != shown).any()

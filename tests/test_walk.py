@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from conftest import MakeWorkspace
 from fnpipe.cli.main import run
-from fnpipe.mining.data.train_pairs import read_members
-from fnpipe.mining.graph.exact import exact_nearest
+from fnpipe.mining.data.train_pairs import read_train_pairs
+from fnpipe.mining.graph.exact_search import exact_nearest
 from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.mining.plans.chain import grit_order
@@ -115,7 +115,7 @@ def test_short_lists_give_a_chain_nearly_as_similar_as_the_exact_one(make_worksp
     images, texts = pairs_of(np.random.default_rng(3), 3000)
     workspace = make_workspace(3000, embeddings=(images, texts), images_per_shard=1000)
     build_graph(workspace, GraphConfig(k=16))
-    embeddings, members = Embeddings.open(workspace), read_members(workspace)
+    embeddings, members = Embeddings.open(workspace), read_train_pairs(workspace)
     order, steps = walk_graph(members, members.pair_ids, embeddings, Graph.open(workspace), np.random.default_rng(4))
     exact = mean_similarity(grit_order(images, texts, start=int(order[0])), images, texts)
     assert mean_similarity(order, images, texts) > 0.985 * exact
@@ -129,7 +129,7 @@ def test_a_caption_of_another_epoch_is_never_stepped_to_but_leads_on(make_worksp
     workspace = make_workspace(80, captions=3, embeddings=(images[::3], texts), images_per_shard=33)
     build_graph(workspace, GraphConfig(k=6))
     embeddings, graph = Embeddings.open(workspace), Graph.open(workspace)
-    members = read_members(workspace, embeddings)
+    members = read_train_pairs(workspace, embeddings)
     pair_ids = members.captions_of_epoch(1, seed=0)
     order, steps = walk_graph(members, pair_ids, embeddings, graph, np.random.default_rng(6))
     assert sorted(order) == list(range(80))

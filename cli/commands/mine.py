@@ -16,7 +16,7 @@ from fnpipe.pipeline.machine.shown import shown
 from fnpipe.train.judges.specs import UNCALIBRATED, embeddings_for, load_discriminator
 
 if TYPE_CHECKING:
-    from fnpipe.mining.connections.forecast import MinePlan
+    from fnpipe.mining.connections.forecast import Forecast
     from fnpipe.mining.connections.stage import MineSummary
     from fnpipe.mining.views.accuracy import EdgeAccuracy
     from fnpipe.mining.views.inspection import EdgeView
@@ -230,7 +230,7 @@ def _finite(summary: dict[str, Any]) -> dict[str, Any]:
     return {key: None if value == float("inf") else value for key, value in summary.items()}
 
 
-def _render_plan(plan: MinePlan) -> None:
+def _render_plan(plan: Forecast) -> None:
     for source, new in plan.new_per_source.items():
         print(f"{shown(source)}: {new:,} new combinations")
     print(

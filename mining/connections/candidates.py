@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from fnpipe.mining.data.keys import combination_keys
-from fnpipe.mining.data.train_pairs import pair_images, train_pairs
+from fnpipe.mining.data.train_pairs import in_train_split, pair_images
 from fnpipe.pipeline.files import arrays, atomic
 from fnpipe.pipeline.files.arrays import map_arrays
 from fnpipe.pipeline.workspace.embeddings import Embeddings
@@ -129,7 +129,7 @@ class PlanProposer:
         self.embeddings = embeddings
         self.k = k
         self.image_of = pair_images(workspace)
-        self.usable = train_pairs(workspace) & embeddings.usable(self.image_of, np.arange(workspace.n_pairs))
+        self.usable = in_train_split(workspace) & embeddings.usable(self.image_of, np.arange(workspace.n_pairs))
         self.usable_images = np.zeros(workspace.n_images, bool)
         self.usable_images[self.image_of[self.usable]] = True
 

@@ -20,7 +20,7 @@ PROBE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class MinePlan:
+class Forecast:
     """What a pass would judge, and how long it would take; nothing was judged but a short probe."""
 
     unique_combinations: int
@@ -32,7 +32,7 @@ class MinePlan:
     seconds: float
 
 
-def plan_mining(workspace: Workspace, config: MineConfig, con_d: AnyDiscriminator) -> MinePlan:
+def plan_mining(workspace: Workspace, config: MineConfig, con_d: AnyDiscriminator) -> Forecast:
     """Count what `mine_connections` would judge and time a short probe; the workspace is left as it is."""
     inputs = MineInputs.open(workspace, config)
     with temporary_runs(inputs) as runs:
@@ -47,7 +47,7 @@ def plan_mining(workspace: Workspace, config: MineConfig, con_d: AnyDiscriminato
             if len(judged) and rate == float("inf"):
                 with torch_threads(config.threads or torch.get_num_threads()):
                     rate = _probe(judge, shard, judged)
-        return MinePlan(
+        return Forecast(
             unique_combinations=judgements + identity,
             judgements=judgements,
             identity=identity,

@@ -17,7 +17,7 @@ SPLIT = "train"
 
 
 @dataclass(frozen=True)
-class Members:
+class TrainPairs:
     """The pairs that take part, grouped by image.
 
     Attributes:
@@ -42,16 +42,16 @@ class Members:
         first = np.random.default_rng([seed, 0xCA]).integers(0, counts)
         return self.pair_ids[self.starts[:-1] + (first + epoch) % counts]
 
-    def some(self, rows: np.ndarray) -> Members:
-        """The members of some images, by ascending row of ``images``."""
+    def some(self, rows: np.ndarray) -> TrainPairs:
+        """The pairs of some images, by ascending row of ``images``."""
         kept = np.zeros(len(self.images), bool)
         kept[rows] = True
         pairs = np.repeat(kept, np.diff(self.starts))
-        return members_of(self.pair_ids[pairs], self.image_ids[pairs])
+        return train_pairs_of(self.pair_ids[pairs], self.image_ids[pairs])
 
 
-def read_members(workspace: Workspace, embeddings: Embeddings | None = None) -> Members:
-    """The members of ``workspace``; with ``embeddings``, without those that the encoder could not embed.
+def read_train_pairs(workspace: Workspace, embeddings: Embeddings | None = None) -> TrainPairs:
+    """The pairs of ``workspace`` that take part; with ``embeddings``, without those that the encoder could not embed.
 
     Raises:
         InputError: there is none.
@@ -65,15 +65,15 @@ def read_members(workspace: Workspace, embeddings: Embeddings | None = None) -> 
         pair_ids, image_ids = pair_ids[usable], image_ids[usable]
         if not len(pair_ids):
             raise InputError(f"{embeddings.stage.path}: no usable embedding of a {SPLIT!r} pair; see bad.parquet")
-    return members_of(pair_ids, image_ids)
+    return train_pairs_of(pair_ids, image_ids)
 
 
-def members_of(pair_ids: np.ndarray, image_ids: np.ndarray) -> Members:
+def train_pairs_of(pair_ids: np.ndarray, image_ids: np.ndarray) -> TrainPairs:
     """Group pairs, in any order, by image."""
     order = np.lexsort((pair_ids, image_ids))
     pair_ids, image_ids = pair_ids[order].astype(np.int64), image_ids[order].astype(np.int64)
     images, first = np.unique(image_ids, return_index=True)
-    return Members(pair_ids, image_ids, images, np.append(first, len(pair_ids)).astype(np.int64))
+    return TrainPairs(pair_ids, image_ids, images, np.append(first, len(pair_ids)).astype(np.int64))
 
 
 def _known(workspace: Workspace) -> str:
@@ -100,7 +100,7 @@ def caption_images(workspace: Workspace) -> np.ndarray:
     return images
 
 
-def train_pairs(workspace: Workspace) -> np.ndarray:
+def in_train_split(workspace: Workspace) -> np.ndarray:
     """(n_pairs,) bool: whether the pair may be mined and trained on."""
     train: np.ndarray = pc.equal(workspace.read_pairs(["split"])["split"], "train").to_numpy()
     return train

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fnpipe.mining.data.train_pairs import pair_images, train_pairs
+from fnpipe.mining.data.train_pairs import in_train_split, pair_images
 from fnpipe.mining.discriminators.protocol import ENTRY_POINTS, AnyDiscriminator
 from fnpipe.mining.edges.labels import DISCRIMINATOR, SOURCES, codes_in
 from fnpipe.mining.edges.reader import read_edges
@@ -98,7 +98,7 @@ def fit_on_recorded(workspace: Workspace, embeddings: Embeddings, *, sample: int
     """The curve that tells recorded pairs of the train split from random combinations of their images and captions."""
     image_of = pair_images(workspace)
     rng = np.random.default_rng(0)
-    pairs = np.flatnonzero(train_pairs(workspace) & embeddings.usable(image_of, np.arange(workspace.n_pairs)))
+    pairs = np.flatnonzero(in_train_split(workspace) & embeddings.usable(image_of, np.arange(workspace.n_pairs)))
     pairs = np.sort(rng.choice(pairs, min(sample, len(pairs)), replace=False))
     others = pairs[rng.permutation(len(pairs))]
     crossed = image_of[pairs] != image_of[others]

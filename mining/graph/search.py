@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from fnpipe.mining.graph.blas import load_faiss
-from fnpipe.mining.graph.directions import Side
-from fnpipe.mining.graph.exact import exact_nearest
-from fnpipe.mining.graph.index import (
+from fnpipe.mining.graph.bfloat16_top_k import rerank, short_list_length
+from fnpipe.mining.graph.device_search import DeviceRows
+from fnpipe.mining.graph.exact_search import exact_nearest
+from fnpipe.mining.graph.faiss_index import (
     EXACT,
     IVF,
     index_paths,
@@ -28,9 +28,9 @@ from fnpipe.mining.graph.index import (
     shards,
     training_bytes,
 )
-from fnpipe.mining.graph.on_device import DeviceRows
-from fnpipe.mining.graph.scan import InvertedLists, scan_lists, search_bytes
-from fnpipe.mining.graph.top_k_bf16 import rerank, short_list_length
+from fnpipe.mining.graph.inverted_lists import InvertedLists, scan_lists, search_bytes
+from fnpipe.mining.graph.load_faiss import load_faiss
+from fnpipe.mining.graph.search_sides import SearchSide
 from fnpipe.pipeline.machine.processes import available_cpus
 
 # What the program and its libraries take before there is any data, in bytes.
@@ -80,7 +80,12 @@ def block_size(index: str, queries: int) -> int:
 
 
 def open_search(
-    options: SearchOptions, queries: Side, candidates: Side, directory: Path, direction: str, facts: dict[str, int]
+    options: SearchOptions,
+    queries: SearchSide,
+    candidates: SearchSide,
+    directory: Path,
+    direction: str,
+    facts: dict[str, int],
 ) -> Search:
     """The search of a direction whose indexes, if it has any, lie in ``directory``, with the ``facts`` found there."""
     if options.index == EXACT:
@@ -95,7 +100,7 @@ def open_search(
     return Search(finds[0] if len(finds) == 1 else _merged(finds), 1 if options.faiss_on_gpus else available_cpus())
 
 
-def _exact_search(options: SearchOptions, queries: Side, candidates: Side) -> Search:
+def _exact_search(options: SearchOptions, queries: SearchSide, candidates: SearchSide) -> Search:
     def find(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         owners = queries.owners[start:stop]
         return exact_nearest(queries.floats(start, stop), owners, candidates.floats, candidates.owners, options.k)
@@ -103,7 +108,7 @@ def _exact_search(options: SearchOptions, queries: Side, candidates: Side) -> Se
     return Search(find, 1)
 
 
-def _device_search(options: SearchOptions, queries: Side, candidates: Side) -> Search:
+def _device_search(options: SearchOptions, queries: SearchSide, candidates: SearchSide) -> Search:
     all_of_them = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
     devices = all_of_them if options.device == "cuda" else [options.device]
     rows = DeviceRows(candidates.halves, candidates.owners, devices, torch.float16)
@@ -114,7 +119,9 @@ def _device_search(options: SearchOptions, queries: Side, candidates: Side) -> S
     return Search(find, 1)
 
 
-def _scan(options: SearchOptions, queries: Side, candidates: Side, index: Any, facts: dict[str, int]) -> Find:
+def _scan(
+    options: SearchOptions, queries: SearchSide, candidates: SearchSide, index: Any, facts: dict[str, int]
+) -> Find:
     lists = InvertedLists.of(index)
     rows = candidates.rows_of(lists.ids)
     owners, addresses = candidates.owners[rows], candidates.rows.addresses(candidates.ids)
@@ -126,7 +133,9 @@ def _scan(options: SearchOptions, queries: Side, candidates: Side, index: Any, f
     return find
 
 
-def _faiss_search(options: SearchOptions, queries: Side, candidates: Side, index: Any, facts: dict[str, int]) -> Find:
+def _faiss_search(
+    options: SearchOptions, queries: SearchSide, candidates: SearchSide, index: Any, facts: dict[str, int]
+) -> Find:
     """FAISS's own search of a longer list, sorted and cut by the float32 similarities, without the query's own."""
     if options.faiss_on_gpus:
         index = on_gpus(index)
@@ -162,7 +171,7 @@ def _merged(finds: list[Find]) -> Find:
     return find
 
 
-def memory_needed(options: SearchOptions, queries: Side, candidates: Side) -> int:
+def memory_needed(options: SearchOptions, queries: SearchSide, candidates: SearchSide) -> int:
     """Bytes that a direction takes, but for mapped files: while its index is made or searched, whichever is more."""
     width, block = candidates.rows.width, block_size(options.index, len(queries))
     if options.index == EXACT:

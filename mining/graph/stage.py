@@ -15,15 +15,15 @@ from pathlib import Path
 
 import numpy as np
 
-from fnpipe.mining.data.train_pairs import Members, read_members
-from fnpipe.mining.graph.blas import blas_kernel, blas_note
-from fnpipe.mining.graph.blocks import Blocks, BlockTask, open_pool, search_here, search_on_ray
-from fnpipe.mining.graph.directions import Side, sides
-from fnpipe.mining.graph.exact import exact_nearest
+from fnpipe.mining.data.train_pairs import TrainPairs, read_train_pairs
+from fnpipe.mining.graph.exact_search import exact_nearest
+from fnpipe.mining.graph.faiss_index import EXACT, IVF, empty_index, gpu_count, index_paths, make_indexes
 from fnpipe.mining.graph.graph import _paths
-from fnpipe.mining.graph.index import EXACT, IVF, empty_index, gpu_count, index_paths, make_indexes
+from fnpipe.mining.graph.load_faiss import blas_kernel, blas_note
+from fnpipe.mining.graph.query_blocks import Blocks, BlockTask, open_pool, search_here, search_on_ray
 from fnpipe.mining.graph.recall import share_found
 from fnpipe.mining.graph.search import SearchOptions, memory_needed, open_search
+from fnpipe.mining.graph.search_sides import SearchSide, sides
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.machine.device import check_device, pick_device
@@ -105,10 +105,10 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
     """
     embeddings = Embeddings.open(workspace, config.embeddings)
     stage = workspace.stage(f"graph/{embeddings.name}")
-    members = read_members(workspace, embeddings)
+    train_pairs = read_train_pairs(workspace, embeddings)
     meta = {} if config.overwrite else stage.meta() or {}
     device = pick_device(config.device)
-    index = choose_index(config.index, len(members.pair_ids), device.type, meta.get("params", {}).get("index"))
+    index = choose_index(config.index, len(train_pairs.pair_ids), device.type, meta.get("params", {}).get("index"))
     if index not in (EXACT, IVF):
         empty_index(index, embeddings.width)
         if ":" in config.device:
@@ -116,14 +116,14 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
         device = pick_device("cpu") if config.device == "auto" and not gpu_count() else device
     options = SearchOptions(index, str(device), config.k, config.seed)
     if config.engine == "local" and not meta.get("complete"):
-        _require_memory(embeddings, members, options)
+        _require_memory(embeddings, train_pairs, options)
     params = {"k": config.k, "index": index, "recall_check": config.recall_check, "seed": config.seed}
     inputs = {"pairs": workspace.digest, embeddings.stage.name: embeddings.stage.digest}
     with stage.alone():
         if stage.begin(params, inputs, overwrite=config.overwrite):
-            _search(stage, embeddings, members, config, options)
+            _search(stage, embeddings, train_pairs, config, options)
         if config.keep_index:
-            _keep_indexes(stage, embeddings, members, options)
+            _keep_indexes(stage, embeddings, train_pairs, options)
         shutil.rmtree(stage.path / "blocks", ignore_errors=True)
     meta = stage.require()
     return GraphSummary(
@@ -146,7 +146,7 @@ def choose_index(index: str, pairs: int, device: str, begun: str | None = None) 
 
 
 def _search(
-    stage: Stage, embeddings: Embeddings, members: Members, config: GraphConfig, options: SearchOptions
+    stage: Stage, embeddings: Embeddings, train_pairs: TrainPairs, config: GraphConfig, options: SearchOptions
 ) -> None:
     notes = [note] if options.index != EXACT and (note := blas_note()) else []
     for note in notes:
@@ -154,14 +154,14 @@ def _search(
     ray = open_pool(stage.workspace, embeddings.name, options, config.ray_address) if config.engine == "ray" else None
     searched = {}
     with ray or nullcontext():
-        for direction, (queries, candidates) in sides(embeddings, members).items():
+        for direction, (queries, candidates) in sides(embeddings, train_pairs).items():
             searched[direction] = _write_direction(stage, direction, queries, candidates, options, ray)
-    facts = {"images": len(members.images), "pairs": len(members.pair_ids), "searched": searched}
+    facts = {"images": len(train_pairs.images), "pairs": len(train_pairs.pair_ids), "searched": searched}
     if options.index != EXACT:
         facts["blas"] = blas_kernel()
     if notes:
         facts["notes"] = notes
-    recall = _check_recall(stage.path, embeddings, members, config)
+    recall = _check_recall(stage.path, embeddings, train_pairs, config)
     outputs = [path.name for direction in DIRECTIONS for path in _paths(stage.path, direction)]
     stage.finish(outputs, recall=recall, **facts)
 
@@ -169,8 +169,8 @@ def _search(
 def _write_direction(
     stage: Stage,
     direction: str,
-    queries: Side,
-    candidates: Side,
+    queries: SearchSide,
+    candidates: SearchSide,
     options: SearchOptions,
     ray: RayPool[BlockTask, int] | None,
 ) -> dict[str, int]:
@@ -197,7 +197,7 @@ def _write_direction(
 
 
 def _make_indexes(
-    directory: Path, direction: str, queries: Side, candidates: Side, options: SearchOptions
+    directory: Path, direction: str, queries: SearchSide, candidates: SearchSide, options: SearchOptions
 ) -> dict[str, int]:
     """The direction's indexes, made unless a run that was killed has left them; what they are like."""
     path = _facts_path(directory, direction)
@@ -215,9 +215,9 @@ def _facts_path(directory: Path, direction: str) -> Path:
     return directory / f"{direction}.json"
 
 
-def _keep_indexes(stage: Stage, embeddings: Embeddings, members: Members, options: SearchOptions) -> None:
+def _keep_indexes(stage: Stage, embeddings: Embeddings, train_pairs: TrainPairs, options: SearchOptions) -> None:
     """Leave the indexes beside the lists; where search was exact, one that holds every row and searches them all."""
-    for direction, (queries, candidates) in sides(embeddings, members).items():
+    for direction, (queries, candidates) in sides(embeddings, train_pairs).items():
         kept = index_paths(stage.path, direction, len(candidates))
         made = index_paths(stage.path / "blocks", direction, len(candidates))
         if all(path.exists() for path in kept):
@@ -230,23 +230,25 @@ def _keep_indexes(stage: Stage, embeddings: Embeddings, members: Members, option
             make_indexes(factory, queries, candidates, options.seed, kept, gpu=options.faiss_on_gpus)
 
 
-def _require_memory(embeddings: Embeddings, members: Members, options: SearchOptions) -> None:
+def _require_memory(embeddings: Embeddings, train_pairs: TrainPairs, options: SearchOptions) -> None:
     """Refuse a search that this machine has not the memory for, before the first hour of it."""
-    both = sides(embeddings, members).values()
+    both = sides(embeddings, train_pairs).values()
     needed, memory = max(memory_needed(options, queries, rows) for queries, rows in both), total_memory()
     if needed > memory:
         way_out = "use a smaller --k" if options.index == EXACT else "use --index exact, which is slower"
         raise InputError(
-            f"{embeddings.stage.path}: {options.index} search among {len(members.pair_ids):,} captions takes about "
+            f"{embeddings.stage.path}: {options.index} search among {len(train_pairs.pair_ids):,} captions takes about "
             f"{needed / 2**30:,.1f} GiB of memory, and there are {memory / 2**30:,.1f}; {way_out}, or spread it over "
             "machines with --engine ray"
         )
 
 
-def _check_recall(directory: Path, embeddings: Embeddings, members: Members, config: GraphConfig) -> dict[str, float]:
+def _check_recall(
+    directory: Path, embeddings: Embeddings, train_pairs: TrainPairs, config: GraphConfig
+) -> dict[str, float]:
     """Recall at k of random rows against exact search, by direction: the share of the true lists that was found."""
     recall = {}
-    for direction, (queries, candidates) in sides(embeddings, members).items():
+    for direction, (queries, candidates) in sides(embeddings, train_pairs).items():
         count = min(config.recall_check, len(queries))
         if not count:
             continue

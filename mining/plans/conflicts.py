@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fnpipe.mining.data.identity import Identity
-from fnpipe.mining.data.train_pairs import Members
+from fnpipe.mining.data.train_pairs import TrainPairs
 from fnpipe.mining.edges.reader import EdgesInfo, edge_parts, read_part
 from fnpipe.pipeline.machine.compiled import compiled
 from fnpipe.pipeline.workspace.record import Stage
@@ -125,18 +125,18 @@ class KnownMatches(NamedTuple):
         identity = Identity.of(edges.workspace, EdgesInfo.read(edges).identity_bound)
         return cls(np.concatenate(images), np.concatenate(pairs), identity)
 
-    def conflicts(self, members: Members, pair_ids: np.ndarray) -> Conflicts:
-        """The conflicts of an epoch between the rows of ``members.images``, whose captions are (m,) ``pair_ids``."""
-        row_of_image = np.full(members.images[-1] + 1, -1, np.int32)
-        row_of_image[members.images] = np.arange(len(members.images))
-        row_of_pair = np.full(members.pair_ids.max() + 1, -1, np.int32)
+    def conflicts(self, train_pairs: TrainPairs, pair_ids: np.ndarray) -> Conflicts:
+        """The conflicts of an epoch among rows of ``train_pairs.images``, whose captions are (m,) ``pair_ids``."""
+        row_of_image = np.full(train_pairs.images[-1] + 1, -1, np.int32)
+        row_of_image[train_pairs.images] = np.arange(len(train_pairs.images))
+        row_of_pair = np.full(train_pairs.pair_ids.max() + 1, -1, np.int32)
         row_of_pair[pair_ids] = np.arange(len(pair_ids))
         left, right = _rows_of(row_of_image, self.image_ids), _rows_of(row_of_pair, self.pair_ids)
         here = (left >= 0) & (right >= 0)
         left, right = left[here], right[here]
-        same = identical_rows(self.identity, members.images, pair_ids)
+        same = identical_rows(self.identity, train_pairs.images, pair_ids)
         left, right = np.concatenate([left, same[0]]), np.concatenate([right, same[1]])
-        return conflicts_between(left, right, len(members.images))
+        return conflicts_between(left, right, len(train_pairs.images))
 
 
 def _rows_of(row_of: np.ndarray, ids: np.ndarray) -> np.ndarray:

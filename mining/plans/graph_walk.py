@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fnpipe.mining.data.train_pairs import Members
+from fnpipe.mining.data.train_pairs import TrainPairs
 from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.plans.conflicts import Conflicts, no_conflicts
 from fnpipe.mining.plans.regions import PAD, grow_regions
@@ -60,7 +60,7 @@ def walk_bytes(images: int, k: int, width: int) -> int:
 
 
 def walk_graph(
-    members: Members,
+    train_pairs: TrainPairs,
     pair_ids: np.ndarray,
     embeddings: Embeddings,
     graph: Graph,
@@ -74,21 +74,21 @@ def walk_graph(
     its list, in turn. A listed caption that is not its image's caption of the epoch is not stepped to.
 
     Args:
-        pair_ids: (m,) int64, the caption of the epoch of every one of ``members.images``.
+        pair_ids: (m,) int64, the caption of the epoch of every one of ``train_pairs.images``.
         conflicts: between these rows; none that is in conflict with the batch under construction is stepped to while
             there is another within reach.
 
     Returns:
-        (m,) int64, every row of ``members.images`` once; and how many steps were taken by list, fallback and restart.
+        (m,) int64, every row of ``train_pairs.images`` once; and the steps taken by list, fallback and restart.
     """
-    count = len(members.images)
+    count = len(train_pairs.images)
     restarts = rng.permutation(count)
     row_of_image = np.full(len(embeddings.images), -1, np.int32)
-    row_of_image[members.images] = np.arange(count)
+    row_of_image[train_pairs.images] = np.arange(count)
     row_of_pair = np.full(len(embeddings.texts), -1, np.int32)
-    row_of_pair[members.pair_ids] = row_of_image[members.image_ids]
-    captions = _row_lists(graph.i2t_ids, members.images, row_of_pair, pair_ids)
-    images = _row_lists(graph.t2i_ids, pair_ids, row_of_image, members.images)
+    row_of_pair[train_pairs.pair_ids] = row_of_image[train_pairs.image_ids]
+    captions = _row_lists(graph.i2t_ids, train_pairs.images, row_of_pair, pair_ids)
+    images = _row_lists(graph.t2i_ids, pair_ids, row_of_image, train_pairs.images)
     region = grow_regions(captions, images, restarts[: max(1, count // REGION_ROWS)])
     rows = np.argsort(region, kind="stable")
     place = np.empty(count, np.int32)
@@ -97,7 +97,7 @@ def walk_graph(
     network = Network(
         captions,
         images,
-        *_sketch(embeddings.images, members.images, place),
+        *_sketch(embeddings.images, train_pairs.images, place),
         *_sketch(embeddings.texts, pair_ids, place),
         np.searchsorted(region[rows], np.arange(region.max() + 2)).astype(np.int64),
     )

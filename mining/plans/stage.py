@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from fnpipe.mining.data.train_pairs import Members, read_members
+from fnpipe.mining.data.train_pairs import TrainPairs, read_train_pairs
 from fnpipe.mining.edges.reader import EdgesInfo
 from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.plans.chain import chain, grit_order
@@ -158,8 +158,8 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
     stages = [source.stage for source in (embeddings, graph) if source is not None]
     edges = workspace.resolve("edges", config.edges, "--edges") if config.edges is not None else None
     above = _avoid_above(config, edges)
-    members = read_members(workspace, embeddings)
-    images = len(members.images)
+    train_pairs = read_train_pairs(workspace, embeddings)
+    images = len(train_pairs.images)
     planned = images if config.keep_last else images - images % config.batch_size
     if not planned:
         raise InputError(
@@ -187,7 +187,7 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
             left = [epoch for epoch in range(config.epochs) if not plan_path(stage, epoch).exists()]
             known = KnownMatches.of(edges, above) if edges is not None and left else None
             for epoch in left:
-                plan = plan_epoch(members, config, epoch, embeddings, graph, known)
+                plan = plan_epoch(train_pairs, config, epoch, embeddings, graph, known)
                 tables.write_table(plan_path(stage, epoch), plan)
             outputs = [plan_path(stage, epoch).name for epoch in range(config.epochs)]
             stage.finish(outputs, images=images, planned=planned, dropped=images - planned, steps=_steps(stage, config))
@@ -251,7 +251,7 @@ def _open_sources(workspace: Workspace, config: GroupConfig) -> tuple[Embeddings
 
 
 def plan_epoch(
-    members: Members,
+    train_pairs: TrainPairs,
     config: GroupConfig,
     epoch: int,
     embeddings: Embeddings | None = None,
@@ -268,24 +268,24 @@ def plan_epoch(
         `GroupSummary`.
     """
     rng = np.random.default_rng([config.seed, epoch])
-    pair_ids = members.captions_of_epoch(epoch, config.seed)
+    pair_ids = train_pairs.captions_of_epoch(epoch, config.seed)
     steps: dict[str, int] = {}
-    order = rng.permutation(len(members.images))
+    order = rng.permutation(len(train_pairs.images))
     if config.sampling == "grit" and embeddings is not None:
-        conflicts = None if known is None else known.conflicts(members, pair_ids)
+        conflicts = None if known is None else known.conflicts(train_pairs, pair_ids)
         if config.search_space == ALL:
             assert graph is not None
-            order, steps = walk_graph(members, pair_ids, embeddings, graph, rng, conflicts, config.batch_size)
+            order, steps = walk_graph(train_pairs, pair_ids, embeddings, graph, rng, conflicts, config.batch_size)
             if conflicts is not None:
                 repair(order, conflicts, config.batch_size)
         else:
-            spaces = _read_spaces(members.images, pair_ids, embeddings, order, int(config.search_space))
+            spaces = _read_spaces(train_pairs.images, pair_ids, embeddings, order, int(config.search_space))
             order, avoided = _chain_spaces(spaces, order, config, conflicts)
             steps = {} if conflicts is None else {"avoided": avoided}
         if conflicts is not None:
             steps["forced"] = count_forced(order, conflicts, config.batch_size)
     batch, slot, rows = cut_batches(order, config.batch_size, config.keep_last, rng)
-    columns = [batch, slot, members.images[rows], pair_ids[rows]]
+    columns = [batch, slot, train_pairs.images[rows], pair_ids[rows]]
     table = pa.table(dict(zip(PLAN_SCHEMA.names, columns, strict=True)), schema=PLAN_SCHEMA)
     return table.replace_schema_metadata({"steps": json.dumps(steps)} if steps else None)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fnpipe.mining.data.ranking import auroc, average_precision
-from fnpipe.mining.data.train_pairs import read_members
+from fnpipe.mining.data.train_pairs import read_train_pairs
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.edges.labels import DISCRIMINATOR, POSITIVE, SOURCES, codes_in, labels_of
 from fnpipe.mining.edges.reader import edge_parts, read_part
@@ -147,12 +147,12 @@ def share_true_at_random(
 
     None where every combination drawn is a recorded pair.
     """
-    members = read_members(workspace)
+    train_pairs = read_train_pairs(workspace)
     rng = np.random.default_rng(seed)
-    images = members.images[rng.integers(0, len(members.images), draws)]
-    rows = rng.integers(0, len(members.pair_ids), draws)
-    unrecorded = members.image_ids[rows] != images
-    true = truth.matches(images[unrecorded], members.pair_ids[rows[unrecorded]])
+    images = train_pairs.images[rng.integers(0, len(train_pairs.images), draws)]
+    rows = rng.integers(0, len(train_pairs.pair_ids), draws)
+    unrecorded = train_pairs.image_ids[rows] != images
+    true = truth.matches(images[unrecorded], train_pairs.pair_ids[rows[unrecorded]])
     return _ratio(true.sum(), len(true))
 
 

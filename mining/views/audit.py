@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from fnpipe.mining.connections import judge as judging
 from fnpipe.mining.data.identity import Identity
-from fnpipe.mining.data.train_pairs import Members, read_members
+from fnpipe.mining.data.train_pairs import TrainPairs, read_train_pairs
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator
 from fnpipe.mining.graph.graph import Graph
@@ -29,7 +29,7 @@ from fnpipe.pipeline.workspace.workspace import Workspace
 SearchSpace = int | Literal["all"]
 
 # Judges (image_ids, pair_ids), both (n,): 1.0 true, 0.0 false, NaN unknown.
-Judge = Callable[[np.ndarray, np.ndarray], np.ndarray]
+Verdict = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 # Search spaces of the default audit, in batches.
 _SPACES_IN_BATCHES = (5, 10, 20, 50)
@@ -110,7 +110,7 @@ class Audit:
 
 
 def audit(
-    workspace: Workspace, config: AuditConfig, truth: Truth | None = None, judges: Mapping[str, Judge] | None = None
+    workspace: Workspace, config: AuditConfig, truth: Truth | None = None, judges: Mapping[str, Verdict] | None = None
 ) -> Audit:
     """Fill batches in every way asked for, and look at their hardest negatives.
 
@@ -121,18 +121,18 @@ def audit(
         InputError: no embeddings; a search space asked for that is larger than the data, or ``all`` without a graph.
     """
     embeddings = Embeddings.open(workspace, config.embeddings)
-    members = read_members(workspace, embeddings)
+    train_pairs = read_train_pairs(workspace, embeddings)
     every = {**(_truth_judges(workspace, truth) if truth else {}), **(judges or {})}
-    spaces, skipped = _choose_spaces(workspace, config, embeddings.name, len(members.images))
+    spaces, skipped = _choose_spaces(workspace, config, embeddings.name, len(train_pairs.images))
     rows, recorded = [], np.empty(0, np.float32)
     for space in (None, *spaces):
-        hardest = hardest_negatives(_plan(workspace, config, members, embeddings, space), embeddings)
+        hardest = hardest_negatives(_plan(workspace, config, train_pairs, embeddings, space), embeddings)
         recorded = hardest.recorded if space is None else recorded
         rows.append(_row(hardest, space, config, every))
     return Audit(
         embeddings=embeddings.name,
         batch_size=config.batch_size,
-        images=len(members.images),
+        images=len(train_pairs.images),
         rows=rows,
         recorded={"mean": float(recorded.mean()), "quantiles": _quantiles(recorded), "histogram": _histogram(recorded)},
         skipped=skipped,
@@ -141,7 +141,7 @@ def audit(
 
 def discriminator_judge(
     workspace: Workspace, embeddings: str | None, con_d: AnyDiscriminator, tau_high: float = 0.8
-) -> Judge:
+) -> Verdict:
     """A judge that calls true what ``con_d`` finds above ``tau_high``: MAFA's count of false negatives (table 1)."""
     judge = judging.Judge(
         workspace, Embeddings.open(workspace, embeddings), con_d, block_images=_JUDGED_AT_ONCE, workers=_DECODERS
@@ -154,7 +154,7 @@ def discriminator_judge(
     return says
 
 
-def _truth_judges(workspace: Workspace, truth: Truth) -> dict[str, Judge]:
+def _truth_judges(workspace: Workspace, truth: Truth) -> dict[str, Verdict]:
     identity = Identity.of(workspace)
 
     def by_truth(image_ids: np.ndarray, pair_ids: np.ndarray) -> np.ndarray:
@@ -190,7 +190,11 @@ def _choose_spaces(
 
 
 def _plan(
-    workspace: Workspace, config: AuditConfig, members: Members, embeddings: Embeddings, space: SearchSpace | None
+    workspace: Workspace,
+    config: AuditConfig,
+    train_pairs: TrainPairs,
+    embeddings: Embeddings,
+    space: SearchSpace | None,
 ) -> pa.Table:
     """About ``config.batches`` batches: search spaces are sampled whole; only the chain over all needs all pairs."""
     sampling = "random" if space is None else "grit"
@@ -199,11 +203,11 @@ def _plan(
     )
     if space == ALL:
         graph = Graph.open(workspace, embeddings.name)
-        return _first_batches(plan_epoch(members, plan, 0, embeddings, graph), config.batches)
+        return _first_batches(plan_epoch(train_pairs, plan, 0, embeddings, graph), config.batches)
     unit = space or config.batch_size
-    size = min(len(members.images), -(-config.batches * config.batch_size // unit) * unit)
-    drawn = np.random.default_rng([config.seed, unit]).choice(len(members.images), size, replace=False)
-    return plan_epoch(members.some(np.sort(drawn)), plan, 0, embeddings)
+    size = min(len(train_pairs.images), -(-config.batches * config.batch_size // unit) * unit)
+    drawn = np.random.default_rng([config.seed, unit]).choice(len(train_pairs.images), size, replace=False)
+    return plan_epoch(train_pairs.some(np.sort(drawn)), plan, 0, embeddings)
 
 
 def _first_batches(plan: pa.Table, batches: int) -> pa.Table:
@@ -255,7 +259,7 @@ def hardest_in_batch(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray,
     return sim_i2t.argmax(axis=1), sim_i2t.argmax(axis=0), np.stack([sim_i2t.max(axis=1), sim_i2t.max(axis=0)])
 
 
-def _row(hardest: Hardest, space: SearchSpace | None, config: AuditConfig, judges: Mapping[str, Judge]) -> AuditRow:
+def _row(hardest: Hardest, space: SearchSpace | None, config: AuditConfig, judges: Mapping[str, Verdict]) -> AuditRow:
     return AuditRow(
         sampling="random" if space is None else "grit",
         search_space=space,

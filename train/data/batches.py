@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fnpipe.mining.data.identity import Identity
-from fnpipe.mining.data.train_pairs import Members
+from fnpipe.mining.data.train_pairs import TrainPairs
 from fnpipe.mining.edges.lookup import EdgeLookup
 from fnpipe.mining.plans.plan import read_plan
 from fnpipe.pipeline.errors import InputError
@@ -94,7 +94,7 @@ class RandomBatches:
 
     grouped = False
 
-    def __init__(self, members: Members, batch_size: int, seed: int) -> None:
+    def __init__(self, members: TrainPairs, batch_size: int, seed: int) -> None:
         self.members = members
         self.batch_size = min(batch_size, len(members.images))
         self.seed = seed

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fnpipe.mining.data.train_pairs import Members
+from fnpipe.mining.data.train_pairs import TrainPairs
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.memory import total_memory
 from fnpipe.pipeline.workspace.embeddings import Embeddings
@@ -45,7 +45,9 @@ class FalconSource:
 
     grouped = True
 
-    def __init__(self, members: Members, embeddings: Embeddings, batch_size: int, search_space: int, seed: int) -> None:
+    def __init__(
+        self, members: TrainPairs, embeddings: Embeddings, batch_size: int, search_space: int, seed: int
+    ) -> None:
         """
         Raises:
             InputError: there are too few images for a batch of two, or the similarities of a search space would not fit

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity
-from fnpipe.mining.data.train_pairs import pair_images, read_members
+from fnpipe.mining.data.train_pairs import pair_images, read_train_pairs
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.edges.labels import POSITIVE
 from fnpipe.mining.edges.lookup import EdgeLookup
@@ -114,7 +114,7 @@ def open_frozen_inputs(workspace: Workspace, config: FrozenConfig) -> FrozenInpu
         source = planned_batches(plan, config.batch_size)
         digests[plan.name] = plan.digest
     else:
-        members = read_members(workspace, embeddings)
+        members = read_train_pairs(workspace, embeddings)
         source = RandomBatches(members, config.batch_size or DEFAULT_BATCH_SIZE, config.seed)
     check_batch_size(source.batch_size, config.batch_size, workspace)
     image_of = pair_images(workspace)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity
-from fnpipe.mining.data.train_pairs import members_of, read_members
+from fnpipe.mining.data.train_pairs import read_train_pairs, train_pairs_of
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.edges.lookup import EdgeLookup
 from fnpipe.mining.edges.reader import TAU_HIGH, TAU_LOW, EdgesInfo, read_recorded
@@ -67,7 +67,7 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         InputError: one is missing, damaged, unfinished, made for other pairs, or there are several to choose from.
     """
     digests = {"pairs": workspace.digest}
-    members = read_members(workspace)
+    members = read_train_pairs(workspace)
     plan = find_plan(workspace, config)
     batch_size = config.batch_size or (64 if architecture == TINY else 128)
     source: BatchSource | FalconSource
@@ -147,10 +147,10 @@ def open_falcon(workspace: Workspace, config: TrainConfig, batch_size: int) -> F
             f"make some with `fnpipe embed {workspace.root}`"
         )
     embeddings = Embeddings.open(workspace, config.embeddings)
-    members = read_members(workspace, embeddings)
+    members = read_train_pairs(workspace, embeddings)
     if config.min_recorded_probability > 0:
         doubted = doubted_pairs(find_edges(workspace, config), config.min_recorded_probability)[members.pair_ids]
-        members = members_of(members.pair_ids[~doubted], members.image_ids[~doubted])
+        members = train_pairs_of(members.pair_ids[~doubted], members.image_ids[~doubted])
     return FalconSource(members, embeddings, batch_size, choose_search_space(config, batch_size), config.seed)
 
 

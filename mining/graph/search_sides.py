@@ -1,4 +1,4 @@
-"""Queries and candidates of the neighbour graph's two directions."""
+"""What the neighbour graph's two directions search with, and what they search through."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from fnpipe.mining.data.train_pairs import Members
+from fnpipe.mining.data.train_pairs import TrainPairs
 from fnpipe.pipeline.workspace.embeddings import Embeddings, Rows
 
-# Gives members ``start .. stop - 1`` as (n, d) float16.
+# Gives rows ``start .. stop - 1`` as (n, d) float16.
 ReadHalves = Callable[[int, int], np.ndarray]
 
-# Members further apart than this on average are read one by one.
+# Rows further apart than this on average are read one by one.
 _SPARSE = 8
 
 
 @dataclass(frozen=True)
-class Side:
-    """The members of one modality: their embeddings, and the image that each belongs to.
+class SearchSide:
+    """The images, or the captions, that take part in a search.
 
-    ``owners`` is what tells a query's recorded partners apart: image and caption of the same image share it.
+    Attributes:
+        rows: the embeddings of all images (captions) of the workspace.
+        ids: (n,) int64, image_ids (pair_ids) of those that take part, ascending.
+        owners: (n,) int64, the image that each belongs to. An image and its recorded captions share it, so that a
+            search can leave recorded pairs out.
     """
 
     rows: Rows
@@ -34,7 +38,7 @@ class Side:
         return len(self.ids)
 
     def rows_of(self, ids: np.ndarray) -> np.ndarray:
-        """The member that each id is, by its number here; -1 stays."""
+        """The place in ``ids`` of each id; -1 stays."""
         numbers = self._numbers
         found: np.ndarray = np.where(ids < 0, -1, numbers[ids])
         return found
@@ -46,7 +50,7 @@ class Side:
         return numbers
 
     def halves(self, start: int, stop: int) -> np.ndarray:
-        """Members ``start .. stop - 1`` as (n, d) float16."""
+        """Embeddings ``start .. stop - 1`` as (n, d) float16."""
         ids = self.ids[start:stop]
         first, last = int(ids[0]), int(ids[-1])
         if last - first >= _SPARSE * len(ids):
@@ -55,13 +59,13 @@ class Side:
         return span if len(span) == len(ids) else span[ids - first]
 
     def floats(self, start: int, stop: int) -> np.ndarray:
-        """Members ``start .. stop - 1`` as (n, d) float32; torch converts many times faster than numpy."""
+        """Embeddings ``start .. stop - 1`` as (n, d) float32; torch converts many times faster than numpy."""
         floats: np.ndarray = torch.from_numpy(self.halves(start, stop)).float().numpy()
         return floats
 
 
-def sides(embeddings: Embeddings, members: Members) -> dict[str, tuple[Side, Side]]:
+def sides(embeddings: Embeddings, train_pairs: TrainPairs) -> dict[str, tuple[SearchSide, SearchSide]]:
     """Queries and candidates of each direction."""
-    images = Side(embeddings.images, members.images, members.images)
-    texts = Side(embeddings.texts, members.pair_ids, members.image_ids)
+    images = SearchSide(embeddings.images, train_pairs.images, train_pairs.images)
+    texts = SearchSide(embeddings.texts, train_pairs.pair_ids, train_pairs.image_ids)
     return {"i2t": (images, texts), "t2i": (texts, images)}

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from fnpipe.mining.graph.directions import ReadHalves
-from fnpipe.mining.graph.top_k_bf16 import short_list_length
+from fnpipe.mining.graph.bfloat16_top_k import short_list_length
+from fnpipe.mining.graph.search_sides import ReadHalves
 from fnpipe.pipeline.errors import InputError
 
 # 2,048 queries against 65,536 rows are 256 MiB of float16 scores; with fewer than 64, products are slow.

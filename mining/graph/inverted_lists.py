@@ -13,8 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from fnpipe.mining.graph.blas import load_faiss
-from fnpipe.mining.graph.top_k_bf16 import empty_short_lists, padded, push_bits, rerank, short_list_length, to_bfloat16
+from fnpipe.mining.graph.bfloat16_top_k import (
+    empty_short_lists,
+    padded,
+    push_bits,
+    rerank,
+    short_list_length,
+    to_bfloat16,
+)
+from fnpipe.mining.graph.load_faiss import load_faiss
 from fnpipe.pipeline.machine.compiled import compiled
 
 _ROUTE_ROWS = 2048

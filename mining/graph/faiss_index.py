@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from fnpipe.mining.graph.blas import load_faiss
-from fnpipe.mining.graph.directions import Side
-from fnpipe.mining.graph.exact import exact_nearest
+from fnpipe.mining.graph.bfloat16_top_k import short_list_length
+from fnpipe.mining.graph.exact_search import exact_nearest
+from fnpipe.mining.graph.inverted_lists import route
+from fnpipe.mining.graph.load_faiss import load_faiss
 from fnpipe.mining.graph.recall import share_found
-from fnpipe.mining.graph.scan import route
-from fnpipe.mining.graph.top_k_bf16 import short_list_length
+from fnpipe.mining.graph.search_sides import SearchSide
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.machine.processes import available_cpus
@@ -124,7 +124,7 @@ def training_bytes(factory: str, rows: int, width: int) -> int:
 
 
 def make_indexes(
-    factory: str, queries: Side, candidates: Side, seed: int, paths: list[Path], *, gpu: bool = False
+    factory: str, queries: SearchSide, candidates: SearchSide, seed: int, paths: list[Path], *, gpu: bool = False
 ) -> dict[str, int]:
     """Train an index, fill it with the candidates, find out how far its search has to look, and save it.
 
@@ -210,12 +210,12 @@ def _training_rows(index: Any, rows: int) -> int:
     return min(rows, max(_TRAINING_ROWS_LEAST, file.nlist * TRAINING_ROWS_PER_CELL if file is not None else 0))
 
 
-def _sample(side: Side, size: int, seed: int) -> np.ndarray:
+def _sample(side: SearchSide, size: int, seed: int) -> np.ndarray:
     rows = np.random.default_rng([seed, len(side)]).choice(len(side), min(size, len(side)), replace=False)
     return side.rows.take(side.ids[np.sort(rows)])
 
 
-def _train(factory: str, candidates: Side, seed: int, gpu: bool) -> tuple[Any, Assign | None]:
+def _train(factory: str, candidates: SearchSide, seed: int, gpu: bool) -> tuple[Any, Assign | None]:
     faiss = load_faiss()
     index = empty_index(factory, candidates.rows.width)
     file = inverted_file(index)
@@ -232,7 +232,7 @@ def _train(factory: str, candidates: Side, seed: int, gpu: bool) -> tuple[Any, A
     return index, (lambda rows: index.quantizer.search(rows, 1)[1][:, 0]) if isinstance(index, faiss.IndexIVF) else None
 
 
-def _train_lists(candidates: Side, seed: int) -> tuple[Any, Assign | None]:
+def _train_lists(candidates: SearchSide, seed: int) -> tuple[Any, Assign | None]:
     """Inverted lists of float16 rows, with the cells of a spherical k-means.
 
     Centred rows are what is clustered and assigned: the gap between the modalities would otherwise swamp the directions
@@ -261,7 +261,7 @@ def _train_lists(candidates: Side, seed: int) -> tuple[Any, Assign | None]:
     return index, lambda rows: route(torch.from_numpy(centring.apply(rows)).bfloat16(), directions, 1)[:, 0]
 
 
-def _fill(index: Any, candidates: Side, start: int, stop: int, assign: Assign | None) -> None:
+def _fill(index: Any, candidates: SearchSide, start: int, stop: int, assign: Assign | None) -> None:
     """Add candidates ``start .. stop - 1``, those of an inverted file to the cells that ``assign`` gives."""
     faiss = load_faiss()
     with progress("filling the index", stop - start, "rows") as advance:
@@ -275,7 +275,7 @@ def _fill(index: Any, candidates: Side, start: int, stop: int, assign: Assign | 
 
 
 def _assigned(
-    candidates: Side, start: int, stop: int, assign: Assign | None
+    candidates: SearchSide, start: int, stop: int, assign: Assign | None
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray | None]]:
     """Candidates by blocks, each with its first and the cells of its rows, which all cores find out."""
 
@@ -290,7 +290,7 @@ def _assigned(
             yield from pool.map(block, firsts[n : n + cpus])
 
 
-def _look_far_enough(index: Any, queries: Side, candidates: Side, stop: int, seed: int) -> dict[str, int]:
+def _look_far_enough(index: Any, queries: SearchSide, candidates: SearchSide, stop: int, seed: int) -> dict[str, int]:
     """Set the least effort at which an index of the candidates before ``stop`` finds enough of the true neighbours."""
     rows = np.random.default_rng([seed, 1]).choice(len(queries), min(_RECALL_SAMPLE, len(queries)), replace=False)
     rows.sort()

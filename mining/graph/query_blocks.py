@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fnpipe.mining.data.train_pairs import read_members
-from fnpipe.mining.graph.directions import Side, sides
+from fnpipe.mining.data.train_pairs import read_train_pairs
 from fnpipe.mining.graph.search import Find, Search, SearchOptions, block_size, open_search
+from fnpipe.mining.graph.search_sides import SearchSide, sides
 from fnpipe.pipeline.files import arrays, atomic
 from fnpipe.pipeline.machine.ray_pool import RayPool
 from fnpipe.pipeline.machine.threads import torch_threads
@@ -37,7 +37,7 @@ class Blocks:
     size: int
 
     @classmethod
-    def of(cls, directory: Path, direction: str, queries: Side, index: str) -> Blocks:
+    def of(cls, directory: Path, direction: str, queries: SearchSide, index: str) -> Blocks:
         return cls(directory, direction, len(queries), block_size(index, len(queries)))
 
     def stop(self, start: int) -> int:
@@ -51,7 +51,7 @@ class Blocks:
     def waiting(self) -> list[int]:
         return [start for start in range(0, self.queries, self.size) if not self.paths(start)[1].exists()]
 
-    def write(self, start: int, find: Find, candidates: Side) -> int:
+    def write(self, start: int, find: Find, candidates: SearchSide) -> int:
         """Search one block and write it; how many queries it has."""
         stop = self.stop(start)
         found, sims = find(start, stop)
@@ -60,7 +60,7 @@ class Blocks:
         arrays.write_array(sims_path, sims.astype(np.float16))
         return stop - start
 
-    def join(self, paths: tuple[Path, Path], queries: Side, k: int) -> None:
+    def join(self, paths: tuple[Path, Path], queries: SearchSide, k: int) -> None:
         """Put the blocks into the rows of all; the similarities come last and mark the direction as done."""
         for part, dtype, pad in ((0, np.int64, -1), (1, np.float16, -np.inf)):
             with atomic.replacing(paths[part]) as temporary:
@@ -71,7 +71,7 @@ class Blocks:
                 out.flush()
 
 
-def search_here(blocks: Blocks, search: Search, candidates: Side, advance: Callable[[int], None]) -> None:
+def search_here(blocks: Blocks, search: Search, candidates: SearchSide, advance: Callable[[int], None]) -> None:
     """Write the blocks that are waiting, on this machine."""
     with (
         torch_threads(1) if search.workers > 1 else nullcontext(),
@@ -114,7 +114,7 @@ class BlockSearcher:
         torch.set_num_threads(1)
         workspace = Workspace.open(root)
         opened = Embeddings.open(workspace, embeddings)
-        self._sides = sides(opened, read_members(workspace, opened))
+        self._sides = sides(opened, read_train_pairs(workspace, opened))
         self._options = options
         self._direction = ""
         self._find: Find = _nothing_opened

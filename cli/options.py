@@ -42,6 +42,8 @@ def _check(shown: str, name: str, value: Any, default: bool) -> None:
             _KINDS[name](value)
     elif isinstance(value, int) and not -most(name) <= value <= most(name):
         raise InputError(f"{shown} {value}: at most {most(name):,}")
+    elif name == "seed" and value < 0:
+        raise InputError(f"{shown} {value}: a number from 0")
     elif isinstance(value, float) and not math.isfinite(value):
         raise InputError(f"{shown} {value}: give a finite number")
 

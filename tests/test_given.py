@@ -97,3 +97,10 @@ print(time.process_time(), file=sys.stderr)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_negative_seed_is_refused_by_every_command(capsys: pytest.CaptureFixture[str]):
+    seeded = [name for name, flag in flags(int) if flag == "--seed"]
+    assert len(seeded) >= 4
+    for name in seeded:
+        assert refusal(capsys, name, "--seed", "-1") == "fnpipe: --seed -1: a number from 0"

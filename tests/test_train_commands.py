@@ -130,7 +130,7 @@ def test_keys_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
     assert list(keys) == [name for name, _, _ in describe_keys()]
     kinds = {name: (key["type"], key["default"]) for name, key in keys.items()}
     assert kinds["method"] == ("|".join(METHODS), "")
-    assert kinds["smoothing"] == ("float", "chosen")
+    assert kinds["smoothing"] == ("float", "0.5 for mafa on grouped batches and falcon with edges, else 0")
     assert kinds["gather"] == ("bool", "False")
     assert all(key["meaning"] for key in keys.values())
     assert keys["policy_lr"]["meaning"].startswith("falcon: learning rate of the policy (Adam)")

@@ -41,19 +41,20 @@ def load_discriminator(
     precision: str = "auto",
 ) -> AnyDiscriminator:
     """The discriminator that a ``--discriminator`` names."""
+    from fnpipe.pipeline.machine.device import pick_device
+
     kind, _, model = spec.partition(":")
+    on = pick_device(device)
     if kind == "clip":
         return _load_clip(workspace, config, calibrate_on)
     if kind == "itm":
-        from fnpipe.pipeline.machine.device import pick_device
         from fnpipe.train.judges.itm import load_discriminator as load_itm
 
-        return load_itm(spec, workspace, pick_device(device), precision)
+        return load_itm(spec, workspace, on, precision)
     if kind == "vacsr":
-        from fnpipe.pipeline.machine.device import pick_device
         from fnpipe.train.judges.vacsr import load_vacsr
 
-        con_d = load_vacsr(spec, workspace, config.embeddings, pick_device(device))
+        con_d = load_vacsr(spec, workspace, config.embeddings, on)
         if calibrate_on is None:
             return con_d
         return con_d.fitted(_calibration(workspace, config, calibrate_on, con_d.logits))

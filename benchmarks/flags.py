@@ -32,8 +32,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import typer
 
 from fnpipe.cli import main as commands  # noqa: F401  registers every command
-from fnpipe.cli.app import app
-from fnpipe.cli.main import run
+from fnpipe.cli.main import app, run
 
 SECONDS_PER_COMBINATION = 60
 IMAGES = 24

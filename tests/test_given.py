@@ -10,8 +10,7 @@ import pytest
 import typer
 
 from fnpipe.cli import main as commands  # noqa: F401  registers every command
-from fnpipe.cli.app import app
-from fnpipe.cli.main import run
+from fnpipe.cli.main import app, run
 
 COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 
@@ -85,7 +84,7 @@ import sys, time
 from fnpipe.cli.main import run
 from fnpipe.cli import main as commands
 import typer
-from fnpipe.cli.app import app
+from fnpipe.cli.main import app
 for name in typer.main.get_command(app).commands:
     assert run([name, "--help"]) == 0
     assert run([name, "--nope"]) == 2

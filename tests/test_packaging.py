@@ -14,7 +14,7 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 ALWAYS = {
-    "fnpipe/mining/gallery.html",
+    "fnpipe/mining/views/gallery.html",
     "fnpipe/train/assets/encoder.safetensors",
     "fnpipe/train/assets/con_d.safetensors",
 }
@@ -56,8 +56,16 @@ def test_what_an_extra_brings_is_not_imported_without_it():
     # Modules that only an extra installs, by extra; and what asks for each.
     blocked = {"ray": "ray", "transformers": "blip", "eccv_caption": "eval"}
     block = "\n".join(f"sys.modules[{name!r}] = None" for name in blocked)
-    modules = "pipeline.embed_ray mining.connections mining.blip train.loop train.evaluate train.export train.eccv"
-    imports = "\n".join(f"import fnpipe.{name}" for name in modules.split())
+    modules = (
+        "pipeline.embed.on_ray",
+        "mining.connections.stage",
+        "mining.discriminators.blip",
+        "train.learners.train_pictures",
+        "train.evaluation.retrieval",
+        "train.evaluation.eccv",
+        "train.model.export_open_clip",
+    )
+    imports = "\n".join(f"import fnpipe.{name}" for name in modules)
     found = subprocess.run([sys.executable, "-c", f"import sys\n{block}\n{imports}"], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     declared = " ".join(requires("fnpipe") or [])
@@ -67,7 +75,7 @@ def test_what_an_extra_brings_is_not_imported_without_it():
 def test_help_imports_nothing_heavy():
     heavy = ("torch", "numpy", "pyarrow", "faiss", "open_clip", "numba", "datasets", "matplotlib", "PIL")
     script = (
-        "import sys; from fnpipe.cli.app import run; assert run(['--help']) == 0; "
+        "import sys; from fnpipe.cli.main import run; assert run(['--help']) == 0; "
         f"print([name for name in {heavy!r} if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ import pytest
 import typer
 
 from fnpipe.cli import main as commands  # noqa: F401  registers every command
-from fnpipe.cli.app import app
+from fnpipe.cli.main import app
 
 README = Path(__file__).parent.parent / "README.md"
 START, END = "<!-- reference: start -->", "<!-- reference: end -->"

@@ -149,13 +149,14 @@ def test_the_page_can_be_seen_under_other_thresholds(small, tmp_path):
         ({"label": "positive", "source": "discriminator"}, {"positive"}),
     ],
 )
-def test_the_page_holds_the_label_and_source_that_were_asked_for(small, tmp_path, asked, shown):
+def test_the_page_holds_the_label_and_source_that_were_asked_for_and_counts_all(small, tmp_path, asked, shown):
     workspace, stage = small
-    write_gallery(workspace, stage, tmp_path / "all.html")
-    write_gallery(workspace, stage, tmp_path / "some.html", **asked)
-    every, some = (data_of((tmp_path / f"{name}.html").read_text())["counts"] for name in ("all", "some"))
-    assert all(every.values())
-    assert some == {kind: count if kind in shown else 0 for kind, count in every.items()}
+    write_gallery(workspace, stage, tmp_path / "r.html", **asked)
+    data = data_of((tmp_path / "r.html").read_text())
+    assert data["counts"] == {"positive": 3, "ambiguous": 1, "identity": 1}
+    kinds = {("positive", "ambiguous", "identity")[entry[0]] for image in data["images"] for entry in image["found"]}
+    assert kinds == shown
+    assert data["total"] == data["shown"] == sum(data["counts"][kind] for kind in shown)
 
 
 def test_a_page_of_what_was_not_found_is_refused(small, tmp_path):
@@ -222,6 +223,24 @@ def test_captions_stay_text_and_nothing_is_loaded_or_run(small, tmp_path):
             "const s = document.createElement('script'); s.textContent = 'window.ran = 1'; document.body.append(s)"
         )
         assert page.run("window.ran") is None
+
+
+@needs_browser
+def test_images_that_only_the_identity_rule_connects_stand_last(make_workspace: MakeWorkspace, tmp_path):
+    workspace = make_workspace(6)
+    rows = [(0, j, 1.0, True) for j in (1, 2, 3)] + [(1, 0, 0.7, False), (1, 2, 0.6, False), (2, 0, 0.9, False)]
+    stage = write_edges(workspace, rows)
+    stage.write_meta({**stage.require(), "notes": ["trust: a sentence"]})
+    write_gallery(workspace, stage, tmp_path / "r.html")
+    with browse(BROWSER) as page:
+        page.open((tmp_path / "r.html").as_uri())
+        wait_for(page, "document.documentElement.dataset.ready")
+        orders = {"count": "210", "high": "210", "low": "120", "id": "012"}
+        for order, expected in orders.items():
+            set_value(page, "order", order, "change")
+            assert texts(page, ".name") == [f"{number}.png" for number in expected]
+        assert texts(page, "#notes .note") == ["trust: a sentence"]
+        assert "Same picture and caption" in texts(page, ".found .kind")
 
 
 @needs_browser

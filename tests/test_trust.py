@@ -13,10 +13,12 @@ from test_connections import TableDiscriminator, stable_p, write_plan
 
 from conftest import MakeWorkspace, flat_colour
 from fnpipe.cli.main import run as run_cli
+from fnpipe.mining.connections.forecast import plan_mining
 from fnpipe.mining.connections.stage import MineConfig, mine_connections
 from fnpipe.mining.edges.reader import NOT_MEASURED, EdgesInfo
 from fnpipe.mining.edges.relabel import relabel
 from fnpipe.mining.edges.trust import trust_of
+from fnpipe.mining.views.gallery import write_gallery
 from fnpipe.pipeline.workspace.workspace import Workspace
 
 
@@ -73,6 +75,23 @@ def test_one_that_tells_recorded_from_random_pairs_is_trusted(make_workspace: Ma
     assert (info.trust.recorded, info.trust.recorded_above, info.trust.random_above, info.trust.auroc) == (60, 1, 0, 1)
     assert info.trust.trusted
     assert info.notes[-1].startswith("trust: 100.0% of 60 recorded pairs and 0.0% of")
+
+
+def test_a_plan_counts_the_sample_beside_the_candidates(make_workspace: MakeWorkspace):
+    workspace = build(make_workspace, knows)
+    trust = EdgesInfo.read(workspace.stage("edges/e")).trust
+    plan = plan_mining(workspace, MineConfig(candidates=2), TableDiscriminator(knows))
+    assert trust is not None
+    assert plan.trust_sample == trust.recorded + trust.random > 100
+    assert plan.seconds == pytest.approx((plan.judgements + plan.trust_sample) / plan.combinations_per_second)
+
+
+def test_the_page_says_whether_the_discriminator_can_be_trusted(make_workspace: MakeWorkspace, tmp_path: Path):
+    workspace = build(make_workspace, stable_p)
+    write_gallery(workspace, workspace.stage("edges/e"), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "no better than chance" in page
+    assert '"doubtful":true' in page
 
 
 def test_one_that_is_no_better_than_chance_is_called_so_by_every_command(

@@ -237,6 +237,7 @@ def _render_plan(plan: Forecast) -> None:
         f"{plan.unique_combinations:,} unique combinations of {plan.images:,} images: "
         f"{plan.judgements:,} to judge, {plan.identity:,} true by identity"
     )
+    print(f"{plan.trust_sample:,} recorded and random pairs to judge beside them, to say whether p can be trusted")
     if plan.judgements:
         print(f"about {_duration(plan.seconds)} at {plan.combinations_per_second:,.0f} combinations/s on this machine")
 

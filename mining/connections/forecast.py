@@ -12,6 +12,7 @@ import torch
 from fnpipe.mining.connections.candidates import Candidates
 from fnpipe.mining.connections.inputs import MineConfig, MineInputs, count_new, of_shard, temporary_runs
 from fnpipe.mining.connections.judge import Judge
+from fnpipe.mining.connections.trust import draw_sample
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator
 from fnpipe.pipeline.machine.threads import torch_threads
 from fnpipe.pipeline.workspace.workspace import Workspace
@@ -21,11 +22,20 @@ PROBE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a pass would judge, and how long it would take; nothing was judged but a short probe."""
+    """What a pass would judge, and how long it would take; nothing was judged but a short probe.
+
+    Attributes:
+        unique_combinations: candidates: ``judgements`` and what is true by ``identity``.
+        trust_sample: recorded and random pairs that are judged beside the candidates, to say whether the discriminator
+            can be trusted.
+        new_per_source: combinations that a planned epoch (or the graph) is the first to propose.
+        combinations_per_second: measured on some candidates. seconds: for candidates and sample at this rate.
+    """
 
     unique_combinations: int
     judgements: int
     identity: int
+    trust_sample: int
     images: int
     new_per_source: Mapping[str, int]
     combinations_per_second: float
@@ -47,14 +57,16 @@ def plan_mining(workspace: Workspace, config: MineConfig, con_d: AnyDiscriminato
             if len(judged) and rate == float("inf"):
                 with torch_threads(config.threads or torch.get_num_threads()):
                     rate = _probe(judge, shard, judged)
+        sample = len(draw_sample(judge)[0])
         return Forecast(
             unique_combinations=judgements + identity,
             judgements=judgements,
             identity=identity,
+            trust_sample=sample,
             images=images,
             new_per_source=count_new(runs, workspace),
             combinations_per_second=rate,
-            seconds=judgements / rate,
+            seconds=(judgements + sample) / rate,
         )
 
 

@@ -25,15 +25,15 @@ def judge_sample(stage: Stage, judge: Judge) -> None:
     path = stage.path / FILE
     if path.exists() or not SAMPLE:
         return
-    image_ids, pair_ids, recorded = _drawn(judge)
+    image_ids, pair_ids, recorded = draw_sample(judge)
     p = judge.probabilities(image_ids, pair_ids)
     kept = ~np.isnan(p)
     columns = [image_ids[kept], pair_ids[kept], recorded[kept], p[kept]]
     tables.write_table(path, pa.table(columns, schema=SCHEMA))
 
 
-def _drawn(judge: Judge) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(n,) image_ids, pair_ids, and whether this is a recorded pair."""
+def draw_sample(judge: Judge) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Which pairs are judged: (n,) int64 image_ids and pair_ids, and (n,) bool, whether the pair is a recorded one."""
     pairs = judge.workspace.read_pairs(["pair_id", "image_id", "split"])
     pair_ids, image_ids = pairs["pair_id"].to_numpy(), pairs["image_id"].to_numpy()
     train = pairs["split"].to_numpy() == "train"

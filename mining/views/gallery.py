@@ -95,10 +95,8 @@ def write_gallery(
     if not kinds:
         asked = " ".join(f"--{name} {value}" for name, value in (("label", label), ("source", source)) if value)
         raise InputError(f"{path}: the page shows what was found, and nothing that was is {asked}; leave that out")
-    found = {
-        kind: table if kind in kinds else table.slice(0, 0)
-        for kind, table in _read_connections(edges, thresholds).items()
-    }
+    every = _read_connections(edges, thresholds)
+    found = {kind: table if kind in kinds else table.slice(0, 0) for kind, table in every.items()}
     chosen = {
         kind: _evenly(table, size) for (kind, table), size in zip(found.items(), _room(found, max_edges), strict=True)
     }
@@ -109,8 +107,10 @@ def write_gallery(
         "edges": info.name,
         "discriminator": info.kind,
         "tau": list(thresholds or (info.tau_low, info.tau_high)),
-        "counts": {kind: len(table) for kind, table in found.items()},
+        "counts": {kind: len(table) for kind, table in every.items()},
         "judgements": info.judgements,
+        "notes": list(info.notes),
+        "doubtful": info.trust is not None and not info.trust.trusted,
         "histogram": list(info.histogram),
         "total": sum(len(table) for table in found.values()),
         "shown": sum(len(table) for table in chosen.values()),

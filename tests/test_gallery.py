@@ -20,8 +20,7 @@ from fnpipe.mining.edges.relabel import finish_edges
 from fnpipe.mining.views.gallery import embeddable, render_page, write_gallery
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import tables
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 NASTY = "<script>alert(1)</script>"
 WORSE = "</script><img src=x onerror=alert(2)><!-- \u2028 'quoted' & \"more\""

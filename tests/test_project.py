@@ -45,10 +45,6 @@ FLOORS = (
 )
 # What is still to be taken apart.
 IN_CYCLES = (
-    "pipeline.workspace.manifest",
-    "pipeline.workspace.record",
-    "pipeline.workspace.sharded_tars",
-    "pipeline.workspace.workspace",
     "train.falcon.keys",
     "train.learners.keys",
 )

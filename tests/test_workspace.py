@@ -13,8 +13,7 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.workspace.embeddings import Embeddings
-from fnpipe.pipeline.workspace.record import reading
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Workspace, reading
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_temporary(tmp_path):

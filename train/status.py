@@ -18,9 +18,8 @@ from fnpipe.pipeline.files.urls import is_remote, local_path
 from fnpipe.pipeline.made_by import MADE_BY
 from fnpipe.pipeline.shard.stage import ShardConfig, summary_of
 from fnpipe.pipeline.workspace.manifest import MANIFEST, read_manifest
-from fnpipe.pipeline.workspace.record import Stage
 from fnpipe.pipeline.workspace.schemas import PARTS
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 _EXAMPLES = 5
 # What ``evaluate`` leaves in a run.

@@ -30,8 +30,7 @@ from fnpipe.mining.plans.plan import plan_epochs, read_plan
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.workspace.embeddings import Embeddings
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 
 @dataclass(frozen=True, kw_only=True)

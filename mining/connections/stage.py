@@ -30,8 +30,7 @@ from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.machine.progress import Advance, progress
 from fnpipe.pipeline.machine.ray_pool import RayPool
 from fnpipe.pipeline.machine.threads import torch_threads
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 __all__ = ["MineConfig", "MineSummary", "ShardJudge", "mine_connections", "summarise"]
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 from fnpipe.mining.connections.judge import Judge
 from fnpipe.mining.edges.trust import FILE, SCHEMA
 from fnpipe.pipeline.files import tables
-from fnpipe.pipeline.workspace.record import Stage
+from fnpipe.pipeline.workspace.workspace import Stage
 
 # Recorded pairs that are judged, and as many random ones.
 SAMPLE = 1000

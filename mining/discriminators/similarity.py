@@ -13,8 +13,7 @@ from fnpipe.mining.edges.labels import DISCRIMINATOR, SOURCES, codes_in
 from fnpipe.mining.edges.reader import read_edges
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.workspace.embeddings import Embeddings
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 FIT_SAMPLE = 20_000
 

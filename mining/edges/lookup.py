@@ -9,8 +9,7 @@ from fnpipe.mining.edges.labels import UNSCORED, labels_of
 from fnpipe.mining.edges.reader import edge_parts, read_part
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import tables
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 
 class EdgeLookup:

@@ -14,7 +14,8 @@ from fnpipe.mining.edges.labels import LABELS, SOURCES, UNSCORED, check_threshol
 from fnpipe.mining.edges.trust import Trust
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic, tables
-from fnpipe.pipeline.workspace.record import META, Stage
+from fnpipe.pipeline.workspace.record import META
+from fnpipe.pipeline.workspace.workspace import Stage
 
 # MAFA's thresholds.
 TAU_LOW, TAU_HIGH = 0.5, 0.8

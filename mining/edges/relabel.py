@@ -25,8 +25,7 @@ from fnpipe.mining.edges.reader import EDGES_SCHEMA, NOT_MEASURED, edge_parts, r
 from fnpipe.mining.edges.trust import measure_trust, trust_file
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic, tables
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 HISTOGRAM_BINS = 20
 # What no label changes.

@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from fnpipe.mining.data.ranking import auroc
 from fnpipe.pipeline.files import tables
-from fnpipe.pipeline.workspace.record import Stage
+from fnpipe.pipeline.workspace.workspace import Stage
 
 # Below these a discriminator is called doubtful. Matching heads that find what is true order over 95 % of such pairs.
 TRUSTED_AUROC, TRUSTED_PRECISION = 0.9, 0.5

@@ -15,8 +15,7 @@ from fnpipe.mining.edges.reader import edge_parts, read_part, shard_of_part
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.images.decode import BadImage, inspect_image, picture_ending
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 # Below tau_low still lies many a true caption (17 % of the most probable ones on the scenes of `fnpipe demo`);
 # of the most similar captions below this p, 0.5 % are true.

@@ -16,8 +16,7 @@ from fnpipe.mining.exports.records import RECORDED, SURE_NEGATIVE, ImageRecord, 
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.files.destination import new_directory
 from fnpipe.pipeline.machine.progress import progress
-from fnpipe.pipeline.workspace.record import Stage, reading
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace, reading
 
 FORMS = ("open_clip", "sentence-transformers", "hf")
 

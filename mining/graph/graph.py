@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fnpipe.pipeline.files import arrays, atomic
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 # Ids that are looked at a time when a graph is opened: 32 MiB.
 _CHECKED = 1 << 22

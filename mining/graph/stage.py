@@ -31,8 +31,8 @@ from fnpipe.pipeline.machine.memory import total_memory
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.machine.ray_pool import RayPool
 from fnpipe.pipeline.workspace.embeddings import Embeddings
-from fnpipe.pipeline.workspace.record import Stage, read_object
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.record import read_object
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 DIRECTIONS = ("i2t", "t2i")
 ENGINES = ("local", "ray")

@@ -15,7 +15,7 @@ from fnpipe.mining.data.identity import Identity
 from fnpipe.mining.data.train_pairs import TrainPairs
 from fnpipe.mining.edges.reader import EdgesInfo, edge_parts, read_part
 from fnpipe.pipeline.machine.compiled import compiled
-from fnpipe.pipeline.workspace.record import Stage
+from fnpipe.pipeline.workspace.workspace import Stage
 
 # Places that a row in conflict is offered elsewhere before it stays where it is.
 TRIES = 64

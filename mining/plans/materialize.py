@@ -19,8 +19,7 @@ from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.files.tar_writer import TarWriter
 from fnpipe.pipeline.images.decode import picture_ending
 from fnpipe.pipeline.machine.progress import progress
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 _SAMPLES_PER_SHARD = 1000
 

@@ -8,8 +8,7 @@ import numpy as np
 import pyarrow as pa
 
 from fnpipe.pipeline.files import atomic, tables
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 PLAN_SCHEMA = pa.schema(
     [("batch", pa.int32()), ("slot", pa.int32()), ("image_id", pa.int64()), ("pair_id", pa.int64())]

@@ -31,8 +31,7 @@ from fnpipe.pipeline.machine.memory import total_memory
 from fnpipe.pipeline.machine.processes import available_cpus
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.workspace.embeddings import Embeddings
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 # What training, mining and callers of the library use; ``grit_order`` is defined beside the other chains.
 __all__ = [

@@ -13,8 +13,7 @@ from fnpipe.mining.data.train_pairs import read_train_pairs
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.edges.labels import DISCRIMINATOR, POSITIVE, SOURCES, codes_in, labels_of
 from fnpipe.mining.edges.reader import edge_parts, read_part
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 # Enough to tell one true combination in a hundred thousand from none.
 RANDOM_COMBINATIONS = 2_000_000

@@ -31,8 +31,7 @@ from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.destination import destination
 from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.images.decode import MAX_PIXELS, decode_or_none
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 TEMPLATE = Path(__file__).with_name("gallery.html")
 MAX_EDGES = 10_000

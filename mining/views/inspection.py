@@ -13,7 +13,7 @@ from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.edges.labels import DISCRIMINATOR, IDENTITY, LABELS, SOURCES, codes_in, labels_of
 from fnpipe.mining.edges.reader import EdgesInfo, edge_parts, read_part
 from fnpipe.pipeline.errors import InputError, nearest
-from fnpipe.pipeline.workspace.record import Stage
+from fnpipe.pipeline.workspace.workspace import Stage
 
 _COLUMNS = ["image_id", "pair_id", "caption", "similarity", "match_probability", "label", "source"]
 

@@ -28,9 +28,8 @@ from fnpipe.pipeline.files.urls import is_remote, local_path
 from fnpipe.pipeline.machine.processes import available_cpus
 from fnpipe.pipeline.machine.progress import Advance, progress
 from fnpipe.pipeline.workspace.embeddings import image_array_path, read_bad, text_array_path
-from fnpipe.pipeline.workspace.record import Stage
 from fnpipe.pipeline.workspace.schemas import BAD_SCHEMA
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,12 +49,17 @@ def _pread(path: str, offset: int, size: int) -> bytes:
     try:
         inode = os.stat(path).st_ino
     except FileNotFoundError:
-        raise InputError(f"{path}: the shard is gone; bring it back, or shard again into another directory") from None
+        raise shard_gone(path) from None
     handle = _open(os.getpid(), path, inode)
     data = os.pread(handle.number, size, offset)
     if len(data) != size:
         raise OSError(f"{path}: ends inside the range {offset}+{size}")
     return data
+
+
+def shard_gone(url: str) -> InputError:
+    """The error for a tar that is not there any more."""
+    return InputError(f"{url}: the shard is gone; bring it back, or shard again into another directory")
 
 
 class _Handle:

@@ -10,9 +10,8 @@ import pyarrow as pa
 from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.files.arrays import map_arrays
 from fnpipe.pipeline.machine.memory import total_memory
-from fnpipe.pipeline.workspace.record import Stage
 from fnpipe.pipeline.workspace.schemas import BAD_SCHEMA
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 
 def image_array_path(directory: Path, shard: int) -> Path:

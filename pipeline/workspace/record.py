@@ -1,8 +1,8 @@
-"""Stages: the directories that the commands after ``shard`` fill, and the record of what was made from what.
+"""The life of a directory that one command fills, and the record in it of what was made from what.
 
-A stage's ``meta.json`` says with which parameters and from which inputs (by digest) it was made. That record carries
-three laws: a finished stage run again changes nothing, a stage is never continued with other parameters, and a stage
-whose inputs have changed since is refused.
+The record, ``meta.json``, says with which parameters and from which inputs (by digest) the files beside it were made.
+It carries two laws: a finished directory filled again does not change, and one that was begun is never continued with
+other parameters or inputs. Nothing here knows a workspace.
 """
 
 from __future__ import annotations
@@ -10,19 +10,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic, lock
+from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.digests import content_digests, digest_listed
 from fnpipe.pipeline.made_by import MADE_BY
-
-if TYPE_CHECKING:
-    from fnpipe.pipeline.workspace.workspace import Workspace
 
 # Of ``fnpipe.json`` and of every ``meta.json``.
 FORMAT_VERSION = 1
@@ -36,22 +33,24 @@ _META_KEYS: dict[str, type] = {"params": dict, "inputs": dict, "digest": str}
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One directory of the workspace, filled by one stage, described by its ``meta.json``."""
+class RecordedDirectory:
+    """A directory such as ``.../embeddings/clip``, filled by one command and described by its ``meta.json``."""
 
-    workspace: Workspace
-    name: str
-
-    @property
-    def path(self) -> Path:
-        return self.workspace.root / self.name
+    path: Path
 
     @property
     def kind(self) -> str:
-        return self.name.partition("/")[0]
+        """What it holds: ``embeddings``, ``graph``, ``groups``, ``edges`` or ``runs``."""
+        return self.path.parent.name
+
+    @property
+    def name(self) -> str:
+        """Its name inside the workspace, such as ``embeddings/clip``."""
+        return f"{self.kind}/{self.path.name}"
 
     @property
     def command(self) -> str:
+        """The command that fills it."""
         return f"fnpipe {MADE_BY.get(self.kind, self.name)}"
 
     @property
@@ -88,20 +87,6 @@ class Stage:
         if meta is None or not meta.get("complete"):
             raise InputError(f"{self.path}: not finished; run `{self.command}` again")
         return str(meta["digest"])
-
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """Hold the stage against a second run of it, and the workspace against a sharding.
-
-        Raises:
-            InputError: one of them is at work; the message says who, and since when.
-        """
-        root = self.workspace.root
-        with (
-            lock.held(root / LOCK, self.command, root, shared=True),
-            lock.beside(self.path, self.command),
-        ):
-            yield
 
     def begin(self, params: Mapping[str, Any], inputs: Mapping[str, str], *, overwrite: bool = False) -> bool:
         """Start or continue the stage; True when there is work to do, False when it is finished already.
@@ -179,25 +164,17 @@ class Stage:
             outputs: names inside the stage, or whole paths, hashed in this order.
             beside: further ones, which are listed, but are no part of the stage's own digest.
         """
-        made = self._digests(outputs)
-        listed = {**made, **self._digests(beside)}
+        made = digests_below(self.path, outputs)
+        listed = {**made, **digests_below(self.path, beside)}
         meta = {**facts, **(self.meta() or {}), "complete": True, "digest": digest_listed(made), "outputs": listed}
         self.write_meta(meta)
         return meta
-
-    def list_beside(self, outputs: Sequence[str | Path]) -> None:
-        """Add files to the list of a finished stage; its digest stays."""
-        meta = self.require()
-        listed = meta.get("outputs") or self._digests(self.outputs())
-        self.write_meta({**meta, "outputs": {**listed, **self._digests(outputs)}})
 
     def outputs(self) -> list[Path]:
         """The files of the stage in the order of its record; by rule where that lists none, as in 0.1.0."""
         meta = self.meta() or {}
         names = meta.get("outputs")
-        if not isinstance(names, dict):
-            names = _unlisted(self, meta)
-        return [self.path / name for name in names]
+        return [self.path / name for name in (names if isinstance(names, dict) else self.unlisted(meta))]
 
     def missing(self) -> list[Path]:
         """The outputs that are not there."""
@@ -206,66 +183,14 @@ class Stage:
         there = {folder: _files(folder) for folder in {path.parent for path in outputs}}
         return [path for path in outputs if path.name not in there[path.parent]]
 
-    def _digests(self, outputs: Sequence[str | Path]) -> dict[str, str]:
-        return content_digests([self._inside(path) for path in outputs], self.path)
-
-    def _inside(self, output: str | Path) -> Path:
-        # A workspace may be named by a relative path; a whole path then begins with it and must not get it twice.
-        path = Path(output)
-        return path if path.is_relative_to(self.path) else self.path / path
-
-    def require(self) -> dict[str, Any]:
-        """``meta.json`` of a stage that is finished and whose inputs are still those it was made from.
-
-        Raises:
-            InputError: it is missing, unfinished, or stale, or a file that it lists is gone.
-        """
-        meta = self.meta()
-        if meta is None:
-            raise InputError(f"{self.path}: not there; run `{self.command}` first")
-        if not meta.get("complete"):
-            raise InputError(f"{self.path}: not finished; run the same `{self.command}` command again")
-        self.require_fresh(meta["inputs"])
-        self.require_outputs()
-        return meta
-
-    def require_fresh(self, inputs: Mapping[str, str]) -> None:
-        """Refuse a stage that was made from other ``inputs`` than the workspace holds now.
-
-        Raises:
-            InputError: one of them is another by now.
-        """
-        for name, digest in inputs.items():
-            self._require_fresh(name, digest)
-
     def require_outputs(self) -> None:
         """Refuse a stage of which a file is gone: with what is left, later stages would be made of less."""
         if missing := self.missing():
             raise atomic.gone(missing[0])
 
-    def number(self, *keys: str) -> int:
-        """A whole number that ``meta.json`` of the finished stage holds, such as ``number("params", "epochs")``.
-
-        Raises:
-            InputError: the stage is none that `require` passes, or there is no such number.
-        """
-        value: Any = self.require()
-        for key in keys:
-            value = value.get(key) if isinstance(value, dict) else None
-        if type(value) is not int:
-            raise InputError(f"{self.record}: damaged (no {keys[-1]!r}); run `{self.command}` with --overwrite")
-        return value
-
-    def _require_fresh(self, name: str, digest: str) -> None:
-        stale = InputError(f"{self.path}: made from other {name}; run `{self.command}` again with --overwrite")
-        if name == "pairs":
-            if digest != self.workspace.digest:
-                raise stale
-        elif name.partition("/")[0] in MADE_BY and not name.startswith("runs/"):
-            source = self.workspace.stage(name)
-            # An input that was thrown away cannot contradict what was made from it.
-            if source.meta() is not None and source.digest != digest:
-                raise stale
+    def unlisted(self, meta: Mapping[str, Any]) -> list[str]:
+        """The names of the files that a record speaks of without listing them."""
+        return []
 
     def _refuse_mixing(self, meta: Mapping[str, Any], wanted: Mapping[str, Mapping[str, Any]]) -> None:
         for part in ("params", "inputs"):
@@ -281,21 +206,15 @@ class Stage:
                     )
 
 
-def _unlisted(stage: Stage, meta: Mapping[str, Any]) -> list[str]:
-    """The files that a stage of 0.1.0 holds, whose record does not list them."""
-    shards = range(stage.workspace.n_shards)
-    if stage.kind == "embeddings":
-        arrays = [f"{kind}_emb/{kind}_emb_{shard:05d}.npy" for kind in ("img", "text") for shard in shards]
-        return [*arrays, "bad.parquet"]
-    if stage.kind == "graph":
-        return [f"{direction}.{part}.npy" for direction in ("i2t", "t2i") for part in ("ids", "sims")]
-    if stage.kind == "groups":
-        epochs = meta.get("params", {}).get("epochs")
-        return [f"epoch-{epoch:03d}.parquet" for epoch in range(epochs if type(epochs) is int else 0)]
-    if stage.kind == "edges":
-        scores = ["recorded.parquet"] if (stage.path / "recorded.parquet").is_file() else []
-        return [*(f"part-{shard:05d}.parquet" for shard in shards), *scores]
-    return []
+def digests_below(directory: Path, outputs: Sequence[str | Path]) -> dict[str, str]:
+    """The digests of files in ``directory``, named inside it or by whole paths: sha256 by name, in their order."""
+
+    def inside(output: str | Path) -> Path:
+        # A workspace may be named by a relative path; a whole path then begins with it and must not get it twice.
+        path = Path(output)
+        return path if path.is_relative_to(directory) else directory / path
+
+    return content_digests([inside(path) for path in outputs], directory)
 
 
 def _files(folder: Path) -> set[str]:
@@ -306,26 +225,6 @@ def _files(folder: Path) -> set[str]:
         return set()
 
 
-@contextmanager
-def reading(workspace: Workspace, inputs: Mapping[str, str], command: str) -> Iterator[None]:
-    """Hold stages against being changed while they are read; others may read them as well.
-
-    Args:
-        inputs: digests by name; what is no stage, such as ``pairs``, is passed over. command: what the reader is.
-
-    Raises:
-        InputError: one of them is being made, or is another by now.
-    """
-    with ExitStack() as held:
-        for name, digest in inputs.items():
-            if name.partition("/")[0] in MADE_BY and not name.startswith("runs/"):
-                stage = workspace.stage(name)
-                held.enter_context(lock.beside(stage.path, command, shared=True))
-                if stage.digest != digest:
-                    raise InputError(f"{stage.path}: changed while `{command}` began; run it again")
-        yield
-
-
 def read_object(path: Path) -> dict[str, Any] | None:
     """The object that a JSON file of ours holds; None where there is no file.
 
@@ -333,9 +232,18 @@ def read_object(path: Path) -> dict[str, Any] | None:
         InputError: it is damaged.
     """
     try:
-        value = json.loads(path.read_bytes())
+        facts = path.stat()
+        # A copy, because the parsed object is kept for the next one who asks: some records list thousands of files.
+        return dict(_parsed(path, (facts.st_mtime_ns, facts.st_size, facts.st_ino)))
     except (FileNotFoundError, NotADirectoryError):
         return None
+
+
+@lru_cache(maxsize=32)
+def _parsed(path: Path, state: tuple[int, int, int]) -> dict[str, Any]:
+    """The object in a JSON file whose time, size and inode are those of ``state``."""
+    try:
+        value = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: damaged ({error}); delete it and run the stage again") from None
     if not isinstance(value, dict):

@@ -9,17 +9,17 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.files.urls import is_remote, local_path, size_of
-from fnpipe.pipeline.images.decode import decode_or_none
-
-if TYPE_CHECKING:
-    from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.images.decode import MAX_PIXELS, decode_or_none
+from fnpipe.pipeline.workspace.pairs import Pairs
 
 _NAME_BYTES = 100
 # Pictures of a tar that are compared where it was written to at another time, or copied, since it was indexed.
@@ -34,36 +34,95 @@ def describe_in_place(url: str) -> dict[str, int]:
     return {"size": facts.st_size, "mtime_ns": facts.st_mtime_ns}
 
 
-def recorded(manifest: Mapping[str, Any], shard: int) -> dict[str, Any]:
-    """What the manifest knows of a tar; of workspaces that do not record it, what they say of an input at its place."""
-    tars = manifest.get("tars")
-    if isinstance(tars, list) and shard < len(tars) and isinstance(tars[shard], dict):
-        return dict(tars[shard])
-    url, inputs = manifest["shards"][shard], manifest.get("inputs")
-    known = (facts for facts in inputs if isinstance(facts, dict)) if isinstance(inputs, list) else ()
-    return next((dict(facts) for facts in known if facts.get("path") == url), {})
+@dataclass(frozen=True)
+class ShardedTars:
+    """The tars of a finished sharding.
 
-
-def require_unchanged(workspace: Workspace, shard: int) -> None:
-    """Refuse a tar that is not the one whose pictures the tables describe.
-
-    It costs a look at the file's size and its first member; pictures are read only where the time is another.
-
-    Raises:
-        InputError: it is gone, or another.
+    Attributes:
+        root: the workspace. manifest: its ``fnpipe.json``.
     """
-    url, facts = workspace.shard_url(shard), recorded(workspace.manifest, shard)
-    try:
-        found = _found(url, facts)
-    except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"{url}: the shard is gone; bring it back, or shard again into another directory") from None
-    for key in ("size", "first"):
-        if key in facts and found[key] != facts[key]:
-            raise _changed(url, f"its {_WORDS[key]} is {_shown(found[key])}, not {_shown(facts[key])}")
-    if "mtime_ns" in facts and found["mtime_ns"] != facts["mtime_ns"]:
-        wrong = differing_pictures(workspace, shard, _COMPARED)
-        if wrong:
-            raise _changed(url, f"the picture {wrong[0]!r} is another")
+
+    root: Path
+    manifest: Mapping[str, Any]
+    pairs: Pairs
+
+    @property
+    def max_pixels(self) -> int:
+        """The limit under which the pictures were kept: every stage decodes under the same."""
+        return int(self.manifest.get("params", {}).get("max_pixels", MAX_PIXELS))
+
+    def url(self, shard: int) -> str:
+        """Where the tar of ``shard`` lies, there or not: an absolute local path, or an fsspec URL."""
+        url = str(self.manifest["shards"][shard])
+        return url if "://" in url or url.startswith("/") else str((self.root / url).absolute())
+
+    def recorded(self, shard: int) -> dict[str, Any]:
+        """What the manifest records of a tar, or, in older workspaces, of the input at its place."""
+        tars = self.manifest.get("tars")
+        if isinstance(tars, list) and shard < len(tars) and isinstance(tars[shard], dict):
+            return dict(tars[shard])
+        url, inputs = self.manifest["shards"][shard], self.manifest.get("inputs")
+        known = (facts for facts in inputs if isinstance(facts, dict)) if isinstance(inputs, list) else ()
+        return next((dict(facts) for facts in known if facts.get("path") == url), {})
+
+    def require_unchanged(self, shard: int) -> None:
+        """Refuse a tar that is not the one whose pictures the tables describe.
+
+        It costs a look at the file's size and its first member; pictures are read only where the time is another.
+
+        Raises:
+            InputError: it is gone, or another.
+        """
+        url, facts = self.url(shard), self.recorded(shard)
+        try:
+            found = _found(url, facts)
+        except (FileNotFoundError, NotADirectoryError):
+            raise InputError(
+                f"{url}: the shard is gone; bring it back, or shard again into another directory"
+            ) from None
+        for key in ("size", "first"):
+            if key in facts and found[key] != facts[key]:
+                raise _changed(url, f"its {_WORDS[key]} is {_shown(found[key])}, not {_shown(facts[key])}")
+        if "mtime_ns" in facts and found["mtime_ns"] != facts["mtime_ns"]:
+            wrong = self.differing_pictures(shard, _COMPARED)
+            if wrong:
+                raise _changed(url, f"the picture {wrong[0]!r} is another")
+
+    def differing_pictures(self, shard: int, most: int | None = None) -> list[str]:
+        """The keys of the pictures whose bytes are not those that the tables have the digest of.
+
+        Args:
+            most: compare so many, spread evenly; None for all.
+        """
+        pairs = self.pairs.read(["image_id", "key", "image_sha256", "image_offset", "image_size"], shard=shard)
+        rows = np.flatnonzero(np.diff(pairs["image_id"].to_numpy(), prepend=-1))
+        if most is not None and most < len(rows):
+            rows = rows[np.unique(np.linspace(0, len(rows) - 1, most).astype(int))]
+        wrong: list[str] = []
+        may_differ = self._written_anew(shard)
+        for some in np.array_split(rows, -(-len(rows) // _COMPARED) or 1):
+            table = pairs.take(some)
+            offsets, sizes = table["image_offset"].to_numpy(), table["image_size"].to_numpy()
+            data = _ranges(self.url(shard), offsets, sizes)
+            digests = [None if picture is None else hashlib.sha256(picture).hexdigest() for picture in data]
+            named = zip(table["key"].to_pylist(), table["image_sha256"].to_pylist(), digests, data, strict=True)
+            wrong += [key for key, before, now, picture in named if before != now and not may_differ(picture)]
+        return wrong
+
+    def _written_anew(self, shard: int) -> Callable[[bytes | None], bool]:
+        """Which bytes may be others than the source's though the tar has no checksum: those that were encoded anew.
+
+        Without ``--resize`` these are PNG, which carries checksums of its own.
+        """
+        params = self.manifest["params"]
+        if params.get("in_place") or "crc32" in self.recorded(shard):
+            return lambda picture: False
+        shrunk = params.get("resize") is not None
+        return lambda picture: (
+            picture is not None
+            and (shrunk or picture.startswith(b"\x89PNG"))
+            and decode_or_none(picture, max_pixels=self.max_pixels) is not None
+        )
 
 
 _WORDS = {"size": "size in bytes", "first": "first member"}
@@ -88,44 +147,6 @@ def _changed(url: str, what: str) -> InputError:
     return InputError(
         f"{url}: not the tar that was sharded ({what}); bring that one back, or run `fnpipe shard` again with "
         "--overwrite"
-    )
-
-
-def differing_pictures(workspace: Workspace, shard: int, most: int | None = None) -> list[str]:
-    """The keys of the pictures whose bytes are not those that the tables have the digest of.
-
-    Args:
-        most: compare so many, spread evenly; None for all.
-    """
-    pairs = workspace.read_pairs(["image_id", "key", "image_sha256", "image_offset", "image_size"], shard=shard)
-    rows = np.flatnonzero(np.diff(pairs["image_id"].to_numpy(), prepend=-1))
-    if most is not None and most < len(rows):
-        rows = rows[np.unique(np.linspace(0, len(rows) - 1, most).astype(int))]
-    wrong: list[str] = []
-    may_differ = _written_anew(workspace, shard)
-    for some in np.array_split(rows, -(-len(rows) // _COMPARED) or 1):
-        table = pairs.take(some)
-        offsets, sizes = table["image_offset"].to_numpy(), table["image_size"].to_numpy()
-        data = _ranges(workspace.shard_url(shard), offsets, sizes)
-        digests = [None if picture is None else hashlib.sha256(picture).hexdigest() for picture in data]
-        named = zip(table["key"].to_pylist(), table["image_sha256"].to_pylist(), digests, data, strict=True)
-        wrong += [key for key, before, now, picture in named if before != now and not may_differ(picture)]
-    return wrong
-
-
-def _written_anew(workspace: Workspace, shard: int) -> Callable[[bytes | None], bool]:
-    """Which bytes may be others than the source's though the tar has no checksum: those that were encoded anew.
-
-    Without ``--resize`` these are PNG, which carries checksums of its own.
-    """
-    params = workspace.manifest["params"]
-    if params.get("in_place") or "crc32" in recorded(workspace.manifest, shard):
-        return lambda picture: False
-    shrunk = params.get("resize") is not None
-    return lambda picture: (
-        picture is not None
-        and (shrunk or picture.startswith(b"\x89PNG"))
-        and decode_or_none(picture, max_pixels=workspace.max_pixels) is not None
     )
 
 

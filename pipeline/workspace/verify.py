@@ -25,9 +25,7 @@ from fnpipe.pipeline.files.urls import is_remote, local_path
 from fnpipe.pipeline.machine.processes import available_cpus
 from fnpipe.pipeline.machine.progress import Advance, progress
 from fnpipe.pipeline.made_by import MADE_BY, command_for
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.sharded_tars import differing_pictures, recorded, require_unchanged
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 # Pictures that are compared with their digests unless all are.
 SAMPLE = 1000
@@ -123,7 +121,7 @@ def _verify_sharding(workspace: Workspace, done: Verified, again: str, advance: 
             workspace.read_images(shard=shard)
         url = workspace.shard_url(shard)
         with done.noting(url, again):
-            require_unchanged(workspace, shard)
+            workspace.tars.require_unchanged(shard)
         advance(1)
     done.count("tables", 2 * workspace.n_shards)
     done.count("tars", workspace.n_shards)
@@ -153,7 +151,7 @@ def _verify_pictures(workspace: Workspace, done: Verified, again: str, most: int
         if url in broken or str(workspace.pairs_path(shard)) in broken:
             continue
         with done.noting(url, again):
-            wrong = differing_pictures(workspace, shard, count)
+            wrong = workspace.tars.differing_pictures(shard, count)
             done.pictures += count
             # Pictures that were shrunk, or of a form that tars do not hold, are kept as other bytes than the source's.
             if wrong and not _is_as_written(workspace, shard):
@@ -162,7 +160,7 @@ def _verify_pictures(workspace: Workspace, done: Verified, again: str, most: int
 
 def _is_as_written(workspace: Workspace, shard: int) -> bool:
     """Whether a tar has the checksum of what fnpipe wrote."""
-    facts, url = recorded(workspace.manifest, shard), workspace.shard_url(shard)
+    facts, url = workspace.tars.recorded(shard), workspace.shard_url(shard)
     return "crc32" in facts and not is_remote(url) and checksum(Path(local_path(url))) == facts["crc32"]
 
 
@@ -177,7 +175,7 @@ def checksum(path: Path) -> int:
 
 def _verify_tars(workspace: Workspace, done: Verified, again: str, advance: Advance) -> None:
     for shard in range(workspace.n_shards):
-        facts, url = recorded(workspace.manifest, shard), workspace.shard_url(shard)
+        facts, url = workspace.tars.recorded(shard), workspace.shard_url(shard)
         with done.noting(url, again):
             if "crc32" in facts and not is_remote(url) and checksum(Path(local_path(url))) != facts["crc32"]:
                 done.add(url, "its bytes are not those that were written", again)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from fnpipe.pipeline.errors import InputError, nearest
-from fnpipe.pipeline.files import atomic, tables
-from fnpipe.pipeline.images.decode import MAX_PIXELS
+from fnpipe.pipeline.files import lock
 from fnpipe.pipeline.made_by import MADE_BY
 from fnpipe.pipeline.workspace.manifest import read_manifest
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA, PAIRS_SCHEMA
-from fnpipe.pipeline.workspace.sharded_tars import require_unchanged
+from fnpipe.pipeline.workspace.pairs import Pairs, read_dense, span_of
+from fnpipe.pipeline.workspace.record import LOCK, RecordedDirectory, digests_below
+from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA
+from fnpipe.pipeline.workspace.sharded_tars import ShardedTars
 
 # A file system takes 255 bytes; what stands beside a stage has a longer name than the stage itself.
 _LONGEST_NAME = 240
@@ -40,6 +40,8 @@ class Workspace:
         self.manifest = manifest
         self.image_starts = _starts(manifest["images_per_shard"])
         self.pair_starts = _starts(manifest["pairs_per_shard"])
+        self.pairs = Pairs(root, self.image_starts, self.pair_starts)
+        self.tars = ShardedTars(root, manifest, self.pairs)
         self._known_tars: set[int] = set()
 
     @classmethod
@@ -78,7 +80,7 @@ class Workspace:
     @property
     def max_pixels(self) -> int:
         """The limit under which its pictures were kept: every stage decodes under the same."""
-        return int(self.manifest.get("params", {}).get("max_pixels", MAX_PIXELS))
+        return self.tars.max_pixels
 
     def shards_of(self, image_ids: np.ndarray) -> np.ndarray:
         """(n,) int64: the shard of each of (n,) image_ids."""
@@ -90,8 +92,7 @@ class Workspace:
 
     def shard_url(self, shard: int) -> str:
         """Where the tar of ``shard`` lies, there or not: an absolute local path, or an fsspec URL."""
-        url = str(self.manifest["shards"][shard])
-        return url if "://" in url or url.startswith("/") else str((self.root / url).absolute())
+        return self.tars.url(shard)
 
     def tar(self, shard: int) -> str:
         """Where the tar of ``shard`` lies, for those who read pictures; it is looked at once.
@@ -100,28 +101,18 @@ class Workspace:
             InputError: it is gone, or no longer the tar that was sharded.
         """
         if shard not in self._known_tars:
-            require_unchanged(self, shard)
+            self.tars.require_unchanged(shard)
             self._known_tars.add(shard)
         return self.shard_url(shard)
 
     def pairs_path(self, shard: int) -> Path:
-        return self.root / "pairs" / f"{shard:05d}.parquet"
+        return self.pairs.path(shard)
 
     def read_pairs(
         self, columns: Sequence[str] | None = None, *, shard: int | None = None, split: str | None = None
     ) -> pa.Table:
         """The pairs in pair_id order: of one shard or of all, of one split or of all, whole or by columns."""
-        shards = range(self.n_shards) if shard is None else [shard]
-        read = None if columns is None else list(dict.fromkeys([*columns, *(["split"] if split else [])]))
-        parts = []
-        for number in shards:
-            ids = _span(self.pair_starts, number)
-            spans = {"image_id": _span(self.image_starts, number), "shard": (number, number + 1)}
-            part = _whole(self.pairs_path(number), PAIRS_SCHEMA, read, "pair_id", ids, spans)
-            if split is not None:
-                part = part.filter(pc.equal(part["split"], split))
-            parts.append(part if columns is None else part.select(list(columns)))
-        return pa.concat_tables(parts)
+        return self.pairs.read(columns, shard=shard, split=split)
 
     def images_path(self, shard: int) -> Path:
         return self.root / "images" / f"{shard:05d}.parquet"
@@ -131,7 +122,8 @@ class Workspace:
         shards = range(self.n_shards) if shard is None else [shard]
         read = None if columns is None else list(columns)
         return pa.concat_tables(
-            _whole(self.images_path(s), IMAGES_SCHEMA, read, "image_id", _span(self.image_starts, s)) for s in shards
+            read_dense(self.images_path(s), IMAGES_SCHEMA, read, "image_id", span_of(self.image_starts, s))
+            for s in shards
         )
 
     def splits(self) -> dict[str, int]:
@@ -149,7 +141,7 @@ class Workspace:
             raise InputError(f"{own!r}: no name for {kind}; give a plain one, without slashes or a leading dot")
         if len(os.fsencode(own)) > _LONGEST_NAME:
             raise InputError(f"{own[:40]!r}...: too long a name for {kind}; at most {_LONGEST_NAME} bytes")
-        return Stage(self, name)
+        return Stage(self.root / name, self)
 
     def names(self, kind: str) -> list[str]:
         """The names under ``kind`` (``embeddings``, ``graph``, ``groups``, ``edges``, ``runs``), finished or not."""
@@ -158,7 +150,7 @@ class Workspace:
             return []
         # What is being overwritten, and its lock, have a leading dot.
         names = (path.name for path in directory.iterdir() if not path.name.startswith("."))
-        return sorted(name for name in names if Stage(self, f"{kind}/{name}").record.exists())
+        return sorted(name for name in names if Stage(directory / name, self).record.exists())
 
     def only(self, kind: str, flag: str) -> str:
         """The only name under ``kind``, for a flag that was not given.
@@ -185,33 +177,116 @@ class Workspace:
         return stage
 
 
-def _whole(
-    path: Path,
-    schema: pa.Schema,
-    columns: Sequence[str] | None,
-    dense: str,
-    ids: tuple[int, int],
-    spans: Mapping[str, tuple[int, int]] = MappingProxyType({}),
-) -> pa.Table:
-    """The table of one shard, which must hold the ids that the manifest counts, each once and in order.
-
-    Args:
-        dense: the column of the ids. ids: the first, and the first of the next shard.
-
-    Raises:
-        InputError: it is damaged, or another shard's.
-    """
-    table = tables.read_table(path, columns, schema, filled=schema.names, spans={dense: ids, **spans})
-    if len(table) != ids[1] - ids[0]:
-        raise atomic.damaged(path, f"{len(table):,} rows, not {ids[1] - ids[0]:,}")
-    if dense in table.column_names and not np.array_equal(table[dense].to_numpy(), np.arange(*ids)):
-        raise atomic.damaged(path, f"{dense} not in order")
-    return table
-
-
-def _span(starts: np.ndarray, shard: int) -> tuple[int, int]:
-    return int(starts[shard]), int(starts[shard + 1])
-
-
 def _starts(counts: Sequence[int]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(np.asarray(counts, np.int64))]).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Stage(RecordedDirectory):
+    """One directory of a workspace, filled by one stage; it is refused when its inputs have changed since."""
+
+    workspace: Workspace
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Hold the stage against a second run of it, and the workspace against a sharding.
+
+        Raises:
+            InputError: one of them is at work; the message says who, and since when.
+        """
+        root = self.workspace.root
+        with (
+            lock.held(root / LOCK, self.command, root, shared=True),
+            lock.beside(self.path, self.command),
+        ):
+            yield
+
+    def require(self) -> dict[str, Any]:
+        """``meta.json`` of a stage that is finished and whose inputs are still those it was made from.
+
+        Raises:
+            InputError: it is missing, unfinished, or stale, or a file that it lists is gone.
+        """
+        meta = self.meta()
+        if meta is None:
+            raise InputError(f"{self.path}: not there; run `{self.command}` first")
+        if not meta.get("complete"):
+            raise InputError(f"{self.path}: not finished; run the same `{self.command}` command again")
+        self.require_fresh(meta["inputs"])
+        self.require_outputs()
+        return meta
+
+    def require_fresh(self, inputs: Mapping[str, str]) -> None:
+        """Refuse a stage that was made from other ``inputs`` than the workspace holds now.
+
+        Raises:
+            InputError: one of them is another by now.
+        """
+        for name, digest in inputs.items():
+            self._require_fresh(name, digest)
+
+    def number(self, *keys: str) -> int:
+        """A whole number that ``meta.json`` of the finished stage holds, such as ``number("params", "epochs")``.
+
+        Raises:
+            InputError: the stage is none that `require` passes, or there is no such number.
+        """
+        value: Any = self.require()
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        if type(value) is not int:
+            raise InputError(f"{self.record}: damaged (no {keys[-1]!r}); run `{self.command}` with --overwrite")
+        return value
+
+    def _require_fresh(self, name: str, digest: str) -> None:
+        stale = InputError(f"{self.path}: made from other {name}; run `{self.command}` again with --overwrite")
+        if name == "pairs":
+            if digest != self.workspace.digest:
+                raise stale
+        elif name.partition("/")[0] in MADE_BY and not name.startswith("runs/"):
+            source = self.workspace.stage(name)
+            # An input that was thrown away cannot contradict what was made from it.
+            if source.meta() is not None and source.digest != digest:
+                raise stale
+
+    def list_beside(self, outputs: Sequence[str | Path]) -> None:
+        """Add files to the list of a finished stage; its digest stays."""
+        meta = self.require()
+        listed = meta.get("outputs") or digests_below(self.path, self.outputs())
+        self.write_meta({**meta, "outputs": {**listed, **digests_below(self.path, outputs)}})
+
+    def unlisted(self, meta: Mapping[str, Any]) -> list[str]:
+        """The files that a stage of 0.1.0 holds, whose record does not list them."""
+        shards = range(self.workspace.n_shards)
+        if self.kind == "embeddings":
+            arrays = [f"{kind}_emb/{kind}_emb_{shard:05d}.npy" for kind in ("img", "text") for shard in shards]
+            return [*arrays, "bad.parquet"]
+        if self.kind == "graph":
+            return [f"{direction}.{part}.npy" for direction in ("i2t", "t2i") for part in ("ids", "sims")]
+        if self.kind == "groups":
+            epochs = meta.get("params", {}).get("epochs")
+            return [f"epoch-{epoch:03d}.parquet" for epoch in range(epochs if type(epochs) is int else 0)]
+        if self.kind == "edges":
+            scores = ["recorded.parquet"] if (self.path / "recorded.parquet").is_file() else []
+            return [*(f"part-{shard:05d}.parquet" for shard in shards), *scores]
+        return []
+
+
+@contextmanager
+def reading(workspace: Workspace, inputs: Mapping[str, str], command: str) -> Iterator[None]:
+    """Hold stages against being changed while they are read; others may read them as well.
+
+    Args:
+        inputs: digests by name; what is no stage, such as ``pairs``, is passed over. command: what the reader is.
+
+    Raises:
+        InputError: one of them is being made, or is another by now.
+    """
+    with ExitStack() as held:
+        for name, digest in inputs.items():
+            if name.partition("/")[0] in MADE_BY and not name.startswith("runs/"):
+                stage = workspace.stage(name)
+                held.enter_context(lock.beside(stage.path, command, shared=True))
+                if stage.digest != digest:
+                    raise InputError(f"{stage.path}: changed while `{command}` began; run it again")
+        yield

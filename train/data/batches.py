@@ -20,8 +20,7 @@ from fnpipe.mining.data.train_pairs import TrainPairs
 from fnpipe.mining.edges.lookup import EdgeLookup
 from fnpipe.mining.plans.plan import read_plan
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 from fnpipe.train.data.augment import Augment, augment_tiny
 from fnpipe.train.data.pictures import FittedPictures, Samples
 from fnpipe.train.data.stream import MaterializedPictures

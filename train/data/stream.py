@@ -13,7 +13,7 @@ import webdataset
 from webdataset.gopen import gopen_schemes
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace.record import Stage
+from fnpipe.pipeline.workspace.workspace import Stage
 
 _HEADER = 512
 # Beside a picture in its sample.

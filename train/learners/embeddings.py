@@ -31,9 +31,9 @@ from fnpipe.pipeline.files.digests import file_digest
 from fnpipe.pipeline.machine.device import pick_device
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.workspace.embeddings import Embeddings
-from fnpipe.pipeline.workspace.record import FORMAT_VERSION, reading
+from fnpipe.pipeline.workspace.record import FORMAT_VERSION
 from fnpipe.pipeline.workspace.schemas import TEST
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Workspace, reading
 from fnpipe.train.data.batches import (
     BatchSource,
     EpochPlan,

@@ -16,8 +16,7 @@ from fnpipe.mining.plans.plan import plan_epochs
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.digests import file_digest
 from fnpipe.pipeline.workspace.embeddings import Embeddings
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 from fnpipe.train.data.batches import (
     BatchSource,
     RandomBatches,

@@ -14,8 +14,8 @@ import torch
 from fnpipe.mining.discriminators.protocol import Discriminator
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.processes import available_cpus
-from fnpipe.pipeline.workspace.record import FORMAT_VERSION, reading
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.record import FORMAT_VERSION
+from fnpipe.pipeline.workspace.workspace import Workspace, reading
 from fnpipe.train.data.batches import share
 from fnpipe.train.data.pictures import fits_in_memory
 from fnpipe.train.distributed import Processes, processes

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace.record import Stage
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 from fnpipe.train.distributed import Processes
 from fnpipe.train.keys import FREE_ON_RESUME
 from fnpipe.train.runs.directory import read_run_config

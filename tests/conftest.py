@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import sys
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,11 @@ from fnpipe.pipeline.files import arrays, atomic, tables
 from fnpipe.pipeline.files.digests import digest_files
 from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA, PAIRS_SCHEMA
 from fnpipe.pipeline.workspace.workspace import Workspace
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+# Tests share helpers across rooms; every module below this folder has a name of its own.
+sys.path.extend(sorted({str(path.parent) for path in TESTS.rglob("*.py")} - set(sys.path)))
 
 # How long an example takes says how busy the machine is. Whatever profile is loaded already stands otherwise.
 hypothesis.settings.register_profile("patient", hypothesis.settings(deadline=None))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 _BLOCK = 1 << 20
 
@@ -40,6 +42,9 @@ def digest_files(paths: Sequence[Path], root: Path) -> str:
 
 def digest_weights(model: torch.nn.Module) -> str:
     """sha256 over names, types and values of a model's weights: equal models, equal digest, wherever they came from."""
+    # Here alone, so that commands and workers that need no network do not wait for it.
+    import torch
+
     total = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

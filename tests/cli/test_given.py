@@ -98,6 +98,16 @@ print(time.process_time(), file=sys.stderr)
     assert done.returncode == 0, done.stderr
 
 
+def test_what_needs_no_network_comes_without_torch():
+    program = """
+import sys
+import fnpipe.pipeline.shard.stage, fnpipe.mining.data.truth, fnpipe.mining.edges.relabel, fnpipe.train.status
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_negative_seed_is_refused_by_every_command(capsys: pytest.CaptureFixture[str]):
     seeded = [name for name, flag in flags(int) if flag == "--seed"]
     assert len(seeded) >= 4

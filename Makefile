@@ -23,8 +23,9 @@ lint: $(INSTALLED_DEV)
 	MYPYPATH=build/types $(BIN)/mypy -p fnpipe
 	$(BIN)/pytest tests/test_project.py
 
-# A link that leads nowhere, or a page that is in no menu, is an error.
+# The reference is written anew from the code. A link that leads nowhere, or a page that is in no menu, is an error.
 docs: $(INSTALLED_DEV)
+	$(BIN)/python tools/reference.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(INSTALLED_DEV)

@@ -10,7 +10,7 @@ own ways are timed as well, each built in full and searched with the sample at t
 recall. Each of them runs in a process of its own, with BLAS kernels that fit the processor (printed), on the same
 cores. Both directions count everywhere. The last line is JSON.
 
-Measured: see graph.md beside this.
+Measured: see docs/performance/graph.md.
 """
 
 from __future__ import annotations

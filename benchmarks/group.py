@@ -9,7 +9,7 @@ epoch's plan, measured on --pairs and scaled to four million (the time is linear
 similarity of consecutive pairs of the chain on the graph, of the exact chain's, at 50,000 pairs and k = 32. The last
 line is JSON.
 
-Measured: see group.md beside this.
+Measured: see docs/performance/group.md.
 """
 
 from __future__ import annotations

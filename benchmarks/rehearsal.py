@@ -8,7 +8,7 @@ stage that stands there is not run again, so that a rehearsal can be stopped at 
 what a stage takes to start: growth is that of the CPU seconds beyond it. Linux only. The output is Markdown; its last
 line is JSON.
 
-Measured: see rehearsal.md beside this; outlook.py carries the figures on to 4 and 400 million pairs.
+Measured: see docs/performance/rehearsal.md; outlook.py carries the figures on to 4 and 400 million pairs.
 """
 
 from __future__ import annotations

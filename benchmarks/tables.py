@@ -5,7 +5,7 @@
 The workspace holds nothing but its tables: one caption a picture, of ten words and a number. Every part is read in a
 process of its own; its anonymous memory is that beyond the program's. The last line is JSON.
 
-Measured: see rehearsal.md beside this.
+Measured: see docs/performance/rehearsal.md.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ other jobs hardly disturb, and of wall clocks on a GPU. Every combination has a 
 negatives is a positive (the share that was met is printed). Con-D has the model's own shape, and BLIP-base's at 384 px
 (random weights, the ``blip`` extra). The last line is JSON.
 
-Measured: see train.md beside this.
+Measured: see docs/performance/train.md.
 """
 
 from __future__ import annotations

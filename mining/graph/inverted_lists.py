@@ -2,7 +2,7 @@
 
 FAISS trains, fills, stores and loads the index; its own search multiplies a query at a time with a list, which is bound
 by memory. Here all queries of a block that probe a cell are multiplied with the cell's rows at once, at several times
-the speed for equal recall (benchmarks/graph.md).
+the speed for equal recall (docs/performance/graph.md).
 """
 
 from __future__ import annotations

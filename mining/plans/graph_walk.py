@@ -25,7 +25,7 @@ BY_LIST, BY_SEARCH, BY_RESTART = 0, 1, 2
 STEP_NAMES = ("list", "fallback", "restart")
 
 # Rows of a region, on average. A larger one finds a better row and restarts less, in time that grows with it: see
-# benchmarks/group.md.
+# docs/performance/group.md.
 REGION_ROWS = 256
 
 # Unused rows that a restart looks at for one that may join the batch.

@@ -1,4 +1,4 @@
-"""The README's own-data chain, run line by line on a small data set.
+"""The command lines of the README and of the guide, run one after the other on a small data set.
 
 What would be downloaded is replaced by what ships with fnpipe, and every training is one epoch. Lines on a Ray cluster
 are left to the tests of that engine.
@@ -19,7 +19,20 @@ import pytest
 from fnpipe.cli.main import run
 from fnpipe.pipeline.scenes.dataset import write_scenes
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+# In the order in which a reader may follow them; a line that stands on several is run once.
+PAGES = (
+    "README.md",
+    "docs/guide/own-data.md",
+    "docs/guide/sources.md",
+    "docs/guide/choosing.md",
+    "docs/guide/trust.md",
+    "docs/guide/avoiding.md",
+    "docs/guide/frozen-features.md",
+    "docs/guide/scaling.md",
+    "docs/guide/models.md",
+    "docs/guide/damage.md",
+)
 REPLACED = {
     "--model ViT-B-32 --pretrained laion2b_s34b_b79k": "--model demo --name clip",
     "--model ViT-B-32 --init laion2b_s34b_b79k": "--init demo",
@@ -29,18 +42,24 @@ REPLACED = {
 
 
 def chain() -> list[str]:
-    """The command lines of the section, as they are run here."""
-    section = README.read_text().partition("## On your own data")[2].partition("\n## ")[0]
-    text = "\n".join(re.findall(r"```sh\n(.*?)```", section, re.DOTALL)).replace("\\\n", " ")
+    """The command lines of the pages, as they are run here."""
+    blocks = [block for page in PAGES for block in re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)]
+    text = "\n".join(blocks).replace("\\\n", " ")
     for shown, here in REPLACED.items():
-        assert shown in text, f"{shown} is not in the README any more"
+        assert shown in text, f"{shown} stands on no page any more"
         text = text.replace(shown, here)
-    lines = [line.split(" #")[0].strip() for line in text.splitlines()]
-    return [line for line in lines if line and not line.startswith("#") and "ray" not in line]
+    lines = [" ".join(line.split(" #")[0].split()) for line in text.splitlines()]
+    ours = [line for line in lines if line.startswith(("fnpipe ", "torchrun ")) and not left_out(line)]
+    return list(dict.fromkeys(ours))
+
+
+def left_out(line: str) -> bool:
+    """Whether a line needs a cluster, a network, or COCO's pictures; tests of their own run what it names."""
+    return any(word in line for word in ("--engine ray", "hf:", "--eccv", "fnpipe demo"))
 
 
 def write_sources(directory: Path) -> None:
-    """Everything the section reads: a list of pairs, COCO annotations, tars of img2dataset's form, and a table."""
+    """Everything the pages read: a list of pairs, COCO annotations, tars of img2dataset's form, and a table."""
     write_scenes(directory / "images", 300, seed=5)
     (directory / "images" / "pairs.json").rename(directory / "pairs.json")
     pairs = json.loads((directory / "pairs.json").read_text())[:20]
@@ -63,7 +82,7 @@ def write_sources(directory: Path) -> None:
                 tar.add(caption, f"{i:09d}.txt")
 
 
-def test_every_line_of_the_own_data_chain_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_every_line_of_the_readme_and_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_sources(tmp_path)
     monkeypatch.chdir(tmp_path)
     lines = chain()

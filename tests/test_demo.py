@@ -57,11 +57,11 @@ def test_the_proposed_query_shows_mined_positives(finished: tuple[Path, dict, li
     assert all(p > 0.8 for _, _, p in rows)
 
 
-def test_the_readme_s_lines_for_duckdb_polars_and_pandas_run(finished: tuple[Path, dict, list[str]]):
+def test_the_guide_s_lines_for_duckdb_polars_and_pandas_run(finished: tuple[Path, dict, list[str]]):
     for package in ("duckdb", "polars", "pandas"):
         pytest.importorskip(package)
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    (block,) = (b for b in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "import duckdb" in b)
+    page = (Path(__file__).parent.parent / "docs" / "guide" / "edges.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(block.replace("work/", f"{finished[0]}/"), {})
 
 

@@ -1,4 +1,4 @@
-"""The README and the pages of docs/: the reference is complete, the site builds, and every command line can be parsed."""
+"""The README and docs/: the reference is complete, the site builds, and every command line can be parsed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from fnpipe.cli.app import app  # noqa: F401
 from fnpipe.train.methods import ALL_METHODS, describe_keys
 
 ROOT = Path(__file__).parent.parent
@@ -84,16 +83,22 @@ def test_commands_named_in_the_text_are_there_with_their_flags(page: str, text: 
     assert {word.partition("=")[0] for word in words if word.startswith("--")} <= flags, page
 
 
+def module_file(name: str) -> Path:
+    """Where a dotted name of ours stands: a folder, or a module."""
+    path = ROOT.joinpath(*name.split(".")[1:])
+    return path if path.is_dir() else path.with_suffix(".py")
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_modules_and_paths_that_a_page_names_are_there(page: Path):
-    for name in re.findall(r"`(fnpipe(?:\.\w+)+)", page.read_text()):
-        parts = name.split(".")[1:]
-        assert any(
-            (module := ROOT.joinpath(*parts[:n])).is_dir() or module.with_suffix(".py").is_file()
-            for n in (len(parts), len(parts) - 1)
-            if n
-        ), name
-    for path in re.findall(r"`((?:pipeline|mining|train|cli|tests|tools|benchmarks)/[\w./-]+)`", page.read_text()):
+def test_modules_definitions_and_paths_that_a_page_names_are_there(page: Path):
+    text = page.read_text()
+    for name in re.findall(r"`(fnpipe\.(?:pipeline|mining|train|cli)[\w.]*)", text):
+        assert module_file(name).exists() or module_file(name.rpartition(".")[0]).is_file(), name
+    for what, name in re.findall(r"`(\w+)`\s+(?:in|of)\s+`(fnpipe\.[\w.]+)`", text):
+        assert re.search(rf"^(?:def |class |){what}\b", module_file(name).read_text(), re.MULTILINE), (
+            f"{what} in {name}"
+        )
+    for path in re.findall(r"`((?:pipeline|mining|train|cli|tests|tools|benchmarks)/[\w./-]+)`", text):
         assert (ROOT / path).exists(), path
 
 

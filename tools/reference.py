@@ -48,9 +48,20 @@ def keys_page() -> str:
         meaning = key_meanings(methods[0])
         lines = [f"## {', '.join(methods)}", "", "| key | values | default | |", "| --- | --- | --- | --- |"]
         for key, kind, default in rows:
-            lines.append("| " + " | ".join([f"`{key}`", _cell(kind), _cell(default), _cell(meaning[key])]) + " |")
+            lines.append(
+                "| "
+                + " | ".join([f"`{key}`", _cell(kind), _cell(default), _cell(_unsaid(meaning[key], default))])
+                + " |"
+            )
         sections.append("\n".join([*lines, ""]))
     return "\n".join(sections)
+
+
+def _unsaid(meaning: str, default: str) -> str:
+    """The meaning without what the column of defaults says already."""
+    for said in (f" (None: {default})", f"; None: {default}", f" None: {default}.", f"None: {default}."):
+        meaning = meaning.replace(said, "")
+    return meaning
 
 
 def python_page() -> str:

@@ -29,7 +29,7 @@ from fnpipe.train.model.load import load_run
 from fnpipe.train.model.model import VLModel
 from fnpipe.train.model.tiny import TINY
 
-README = ROOT / "README.md"
+GUIDE = ROOT / "docs" / "guide" / "models.md"
 CAPTIONS = ["a small red circle", "", "日本 & naïve CAFÉ's 3rd [MASK]", "!!! ! 0", "many words " * 60]
 
 
@@ -232,12 +232,12 @@ def test_the_mask_that_train_was_told_is_that_of_the_run(make_workspace: MakeWor
 
 
 def python_block(word: str) -> str:
-    """The README's Python example in which ``word`` stands."""
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    """The guide's Python example in which ``word`` stands."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     return str(next(block for block in blocks if word in block))
 
 
-def test_the_readmes_example_embeds_and_scores(trained, tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_the_guides_example_embeds_and_scores(trained, tmp_path, monkeypatch: pytest.MonkeyPatch):
     root, model = trained
     (tmp_path / "work").symlink_to(root)
     Image.new("RGB", (80, 60), (200, 30, 30)).save(tmp_path / "picture.jpg")
@@ -251,7 +251,7 @@ def test_the_readmes_example_embeds_and_scores(trained, tmp_path, monkeypatch: p
     assert found["match"].shape == (2,)
 
 
-def test_the_readmes_open_clip_example_loads_what_the_command_wrote(trained, tmp_path, monkeypatch: pytest.MonkeyPatch):
+def test_the_guides_open_clip_example_loads_what_the_command_wrote(trained, tmp_path, monkeypatch: pytest.MonkeyPatch):
     root, model = trained
     assert run_cli(["export-model", str(root), str(tmp_path / "for-open-clip"), "--run", "mafa"]) == 0
     monkeypatch.chdir(tmp_path)

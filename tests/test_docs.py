@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from test_project import FLOORS, PACKAGES
 
 from fnpipe.train.methods import ALL_METHODS, describe_keys
 
@@ -93,13 +94,22 @@ def module_file(name: str) -> Path:
 def test_modules_definitions_and_paths_that_a_page_names_are_there(page: Path):
     text = page.read_text()
     for name in re.findall(r"`(fnpipe\.(?:pipeline|mining|train|cli)[\w.]*)", text):
-        assert module_file(name).exists() or module_file(name.rpartition(".")[0]).is_file(), name
+        there = module_file(name).exists() or module_file(name.rpartition(".")[0]).is_file()
+        assert there or name in public_members(), name
     for what, name in re.findall(r"`(\w+)`\s+(?:in|of)\s+`(fnpipe\.[\w.]+)`", text):
         assert re.search(rf"^(?:def |class |){what}\b", module_file(name).read_text(), re.MULTILINE), (
             f"{what} in {name}"
         )
     for path in re.findall(r"`((?:pipeline|mining|train|cli|tests|tools|benchmarks)/[\w./-]+)`", text):
         assert (ROOT / path).exists(), path
+
+
+def test_the_architecture_shows_the_floors_that_are_held():
+    text = (ROOT / "docs" / "develop" / "index.md").read_text()
+    for package in PACKAGES:
+        (row,) = re.findall(rf"^\| `{package}` \| (`.*) \|$", text, re.MULTILINE)
+        shown = [{f"{package}.{room}" for room in re.findall(r"`(\w+)`", floor)} for floor in row.split(" > ")]
+        assert shown == [{*rooms} for rooms in FLOORS if rooms[0].startswith(f"{package}.") and "__" not in rooms[0]]
 
 
 def test_the_site_builds_with_every_page_in_the_menu_and_no_broken_link(tmp_path: Path):

@@ -46,13 +46,10 @@ def keys_page() -> str:
     sections = []
     for rows, methods in methods_of.items():
         meaning = key_meanings(methods[0])
-        lines = [f"## {', '.join(methods)}", "", "| key | values | default | |", "| --- | --- | --- | --- |"]
+        lines = [f"## {', '.join(methods)}", "", "| key | |", "| --- | --- |"]
         for key, kind, default in rows:
-            lines.append(
-                "| "
-                + " | ".join([f"`{key}`", _cell(kind), _cell(default), _cell(_unsaid(meaning[key], default))])
-                + " |"
-            )
+            takes = f"{kind.replace('|', ', ')}; default: {default}." if default else f"{kind.replace('|', ', ')}."
+            lines.append(f"| `{key}` | {_cell(_unsaid(meaning[key], default))} *{_cell(takes)}* |")
         sections.append("\n".join([*lines, ""]))
     return "\n".join(sections)
 

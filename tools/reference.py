@@ -17,8 +17,7 @@ from typing import Any
 
 import typer
 
-from fnpipe.cli import main as commands  # noqa: F401  registers every command
-from fnpipe.cli.app import app
+from fnpipe.cli.main import app
 from fnpipe.train.methods import ALL_METHODS, describe_keys, key_meanings
 
 PAGES = Path(__file__).parent.parent / "docs" / "reference"

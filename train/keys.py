@@ -1,4 +1,7 @@
-"""What the user said of a configuration: a YAML file, flags and ``key=value`` texts, typed by its dataclass."""
+"""The keys of a configuration: said once, on the fields of its dataclass, and read from what the user gives.
+
+A user gives a YAML file, flags and ``key=value`` texts.
+"""
 
 from __future__ import annotations
 
@@ -7,30 +10,29 @@ import math
 import re
 import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Literal, Union
 
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.machine.limits import most
 
-# What a key of training takes, where it takes one of a few words.
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "method": ("itc", "albef", "grit", "mafa", "falcon"),
-    "false_negatives": ("positive", "drop", "ignore"),
-    "unscored": ("negative", "next"),
-    "second": ("plain", "next-negative"),
-    "itc_loss": ("softmax", "sigmoid"),
-    "text_attention": ("own", "bidirectional"),
-    "precision": ("auto", "fp32", "bf16", "fp16"),
-    "augment": ("auto", "tiny", "albef", "open-clip", "none"),
-    "scheduler": ("learned", "fixed", "hardening", "softening"),
-    "quantile_scale": ("rank", "log-rank"),
-    "policy_level": ("anchor", "batch"),
-    "policy_input": ("softmax", "standardised"),
-    "baseline": ("moving", "none"),
-    "reward": ("mlm", "itg"),
-}
+
+def option(default: Any, meaning: str, *, low: float | None = None, high: float = math.inf) -> Any:
+    """A field of a configuration, with all that is to be said of its key.
+
+    Its annotation is the key's type; ``Literal`` lists what a text may be, and ``| None`` says that the value may be
+    left open. `check` compares values with all of it, and `describe` and `meanings` list it for the user.
+
+    Args:
+        default: ``dataclasses.MISSING`` where there is none. meaning: a sentence or more; ``None: ...`` in it says what
+            is chosen where the value is left open.
+        low, high: the smallest and the largest number that it takes; `most` bounds whole numbers as well.
+    """
+    return dataclasses.field(default=default, metadata={"meaning": meaning, "low": low, "high": high})
+
 
 _KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
@@ -62,11 +64,11 @@ def typed(key: str, value: Any, of: type, listed_by: str = "fnpipe train --keys"
     Raises:
         InputError: there is no such key, or the value is of another kind.
     """
-    hints = _kinds(of)
-    if key not in hints:
-        raise InputError(f"unknown key {key!r}{nearest(key, sorted(hints))}; `{listed_by}` lists them")
-    kind, optional = hints[key]
-    if value is None and optional:
+    kinds = _kinds(of)
+    if key not in kinds:
+        raise InputError(f"unknown key {key!r}{nearest(key, sorted(kinds))}; `{listed_by}` lists them")
+    kind = kinds[key].type
+    if value is None and kinds[key].optional:
         return None
     if kind is bool and isinstance(value, bool):
         return value
@@ -80,43 +82,41 @@ def typed(key: str, value: Any, of: type, listed_by: str = "fnpipe train --keys"
     raise InputError(f"{key} is {value!r}; it takes {_KIND_NAMES[kind]}")
 
 
-def check_choices(config: Any, choices: Mapping[str, tuple[str, ...]], open_keys: Sequence[str] = ()) -> None:
-    """Hold a config's texts against what may be chosen; ``open_keys`` may be None as well.
+def check(config: Any) -> None:
+    """Compare a config's values with the choices and bounds of its fields; None passes where a field may be None.
 
     Raises:
-        InputError: one is none of its choices.
+        InputError: a text is none of its choices, or a number lies outside of its bounds.
     """
-    for key, known in choices.items():
-        value = getattr(config, key)
-        if value not in known and not (value is None and key in open_keys):
+    kinds, fields = _kinds(config.__class__), dataclasses.fields(config)
+    for key, value in ((field.name, getattr(config, field.name)) for field in fields):
+        known = kinds[key].choices
+        if known and value not in known and not (value is None and kinds[key].optional):
             raise InputError(f"{key} is {value!r}; choose from {', '.join(known)}{nearest(str(value), [*known])}")
+    for field in fields:
+        value, low, high = getattr(config, field.name), field.metadata.get("low"), field.metadata.get("high", math.inf)
+        if low is not None and value is not None:
+            _check_bounds(field.name, value, low, high)
 
 
-def check_bounds(config: Any, bounds: Sequence[tuple[str, float, float]]) -> None:
-    """Compare a config's numbers with (key, lowest, highest), whole ones with `most` too; None is none of them.
-
-    Raises:
-        InputError: one lies outside.
-    """
-    for key, low, high in bounds:
-        value = getattr(config, key)
-        if value is not None and not low <= value <= high:
-            range_ = f"be at least {low}" if high == math.inf else f"lie between {low} and {high}"
-            raise InputError(f"{key} is {value}; it must {range_}")
-        if isinstance(value, int) and value > most(key):
-            raise InputError(f"{key} is {value}; it must be at most {most(key):,}")
+def _check_bounds(key: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        range_ = f"be at least {low}" if high == math.inf else f"lie between {low} and {high}"
+        raise InputError(f"{key} is {value}; it must {range_}")
+    if isinstance(value, int) and value > most(key):
+        raise InputError(f"{key} is {value}; it must be at most {most(key):,}")
 
 
-def describe(of: type, choices: Mapping[str, tuple[str, ...]]) -> list[tuple[str, str, str]]:
-    """Every key of the dataclass ``of`` with its type and default, in its order."""
+def describe(of: type) -> list[tuple[str, str, str]]:
+    """Every key of the dataclass ``of`` with its type or choices and its default, in its order."""
     kinds, texts = _kinds(of), meanings(of)
     rows = []
     for field in dataclasses.fields(of):
-        kind_name = "|".join(choices[field.name]) if field.name in choices else kinds[field.name][0].__name__
         default = "" if field.default is dataclasses.MISSING else field.default
         if default is None:
-            default = _when_none(texts.get(field.name, ""))
-        rows.append((field.name, kind_name, str(default)))
+            default = _when_none(texts[field.name])
+        kind = kinds[field.name]
+        rows.append((field.name, "|".join(kind.choices) or kind.type.__name__, str(default)))
     return rows
 
 
@@ -127,29 +127,32 @@ def _when_none(meaning: str) -> str:
 
 
 def meanings(of: type) -> dict[str, str]:
-    """The text of every key in the docstrings of ``of`` and its bases; keys that share a line share its text."""
-    found: dict[str, str] = {}
-    for part in (kind for kind in reversed(of.__mro__) if dataclasses.is_dataclass(kind)):
-        keys: list[str] = []
-        for line in (part.__doc__ or "").partition("Attributes:\n")[2].splitlines():
-            entry = re.match(r" {8}([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)", line)
-            if entry:
-                keys = entry[1].split(", ")
-                found |= dict.fromkeys(keys, entry[2])
-            else:
-                found |= {key: f"{found[key]} {line.strip()}" for key in keys}
-    return {key: text.replace("`", "").strip() for key, text in found.items()}
+    """What every key of the dataclass ``of`` means, in a sentence or more."""
+    return {field.name: field.metadata.get("meaning", "") for field in dataclasses.fields(of)}
 
 
-def _kinds(of: type) -> dict[str, tuple[type, bool]]:
-    """The type of every key, and whether it may be None."""
-    found = {}
-    names = {field.name for field in dataclasses.fields(of)}
-    for key, hint in typing.get_type_hints(of).items():
-        if key in names:
-            kinds = typing.get_args(hint) or (hint,)
-            found[key] = next(kind for kind in kinds if kind is not type(None)), isinstance(hint, UnionType)
-    return found
+@dataclass(frozen=True)
+class _Kind:
+    """What a key takes: a type, of texts perhaps only some, and perhaps None."""
+
+    type: type
+    choices: tuple[str, ...]
+    optional: bool
+
+
+@cache
+def _kinds(of: type) -> dict[str, _Kind]:
+    """By the annotations of its fields, what every key of the dataclass ``of`` takes."""
+    hints = typing.get_type_hints(of)
+    return {field.name: _kind(hints[field.name]) for field in dataclasses.fields(of)}
+
+
+def _kind(hint: Any) -> _Kind:
+    optional = typing.get_origin(hint) in (Union, UnionType)
+    kinds = [kind for kind in typing.get_args(hint) if kind is not NoneType] if optional else [hint]
+    if typing.get_origin(kinds[0]) is Literal:
+        return _Kind(str, typing.get_args(kinds[0]), optional)
+    return _Kind(kinds[0], (), optional)
 
 
 def _number(value: str | int | float) -> float | None:
@@ -187,7 +190,3 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise InputError(f"{path}: holds no `key: value` lines")
     return {str(key).replace("-", "_"): value for key, value in values.items()}
-
-
-# What a resumed run may change: where and how fast it runs, not what it computes.
-FREE_ON_RESUME = frozenset({"device", "threads", "workers", "cache_mib", "materialized", "tensorboard"})

@@ -13,7 +13,7 @@ from fnpipe.train.evaluation.on_embeddings import evaluate_frozen_run
 from fnpipe.train.evaluation.queries import Queries
 from fnpipe.train.evaluation.retrieval import TOP_K, Measure
 from fnpipe.train.evaluation.retrieval import evaluate_run as evaluate_model_run
-from fnpipe.train.keys import CHOICES, describe, given_values, meanings, typed
+from fnpipe.train.keys import describe, given_values, meanings, typed
 from fnpipe.train.learners.embedding_keys import FROZEN_METHODS
 from fnpipe.train.learners.embeddings import train_frozen
 from fnpipe.train.learners.keys import METHODS, TrainConfig
@@ -93,8 +93,7 @@ def evaluate_run(
 
 def describe_keys(method: str | None = None) -> list[tuple[str, str, str]]:
     """Every key that a method takes with its type and default; without one, those of the methods that train a model."""
-    of = FROZEN_METHODS.get(method or "")
-    return describe(TrainConfig, CHOICES) if of is None else describe(of, of.choices)
+    return describe(FROZEN_METHODS.get(method or "", TrainConfig))
 
 
 def key_meanings(method: str | None = None) -> dict[str, str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from fnpipe.pipeline.errors import InputError
-
-if TYPE_CHECKING:
-    from fnpipe.train.learners.keys import TrainConfig
+from fnpipe.train.keys import option
+from fnpipe.train.runs.keys import RunKeys
 
 FALCON = "falcon"
 # The paper's search space.
@@ -17,32 +17,105 @@ LEARNED, FIXED, HARDENING, SOFTENING = "learned", "fixed", "hardening", "softeni
 RANK, LOG_RANK = "rank", "log-rank"
 MLM, ITG = "mlm", "itg"
 
-# Keys of the method alone, and of its learned scheduler alone.
-KEYS = ("search_space", "scheduler", "quantile", "quantile_scale", "reward", "ahead")
-POLICY_KEYS = (
-    "policy_level",
-    "policy_input",
-    "policy_quantiles",
-    "policy_alpha",
-    "policy_beta",
-    "policy_floor",
-    "policy_lr",
-    "policy_clip",
-    "baseline",
-)
-
 # Floor and first Beta of either scale. On rank the mass must lie at 1: all hardness is in the last 2.5 % of it.
 _START = {RANK: (0.3, 9.5, 0.5), LOG_RANK: (1.0, 5.5, 1.2)}
 
 
-def check_falcon(config: TrainConfig) -> None:
+@dataclass(frozen=True, kw_only=True)
+class FalconKeys(RunKeys):
+    """The keys of a run, and those that falcon alone has."""
+
+    search_space: int | None = option(
+        None,
+        "falcon: pairs that one construction looks through, M; a multiple of the batch size (None: the multiple "
+        "nearest to the paper's 5,664).",
+        low=1,
+    )
+    scheduler: Literal["learned", "fixed", "hardening", "softening"] | None = option(
+        None,
+        "falcon: how hard the next pair is. learned (the paper), fixed at quantile, or a ramp over the run: hardening "
+        "from 0.5 to 1 on the scale of quantile_scale, softening back. None: learned, fixed where a quantile is given.",
+    )
+    quantile: float | None = option(
+        None,
+        "falcon: the fixed quantile of an anchor's similarities at which its next pair stands: 1 is the nearest unused"
+        " one (GRIT's choice, on the sum of both directions), 0 the farthest.",
+        low=0.0,
+        high=1.0,
+    )
+    quantile_scale: Literal["rank", "log-rank"] | None = option(
+        None,
+        "falcon: what a draw u in [0, 1] means. rank: the quantile itself (the paper); all hardness lies in its last "
+        "2.5 %. log-rank: the n^(1 - u)-th nearest of n, so that hardness rises over all of it. None: log-rank for "
+        "fnpipe-tiny, else rank; rank where it is fixed.",
+    )
+    reward: Literal["mlm", "itg"] = option(
+        MLM,
+        "falcon: what must decrease on the batch that a step was made on: mlm (the paper), or itg, the captioning loss"
+        " of a CoCa, which is trained in the place of ITM and MLM.",
+    )
+    ahead: int = option(
+        4,
+        "falcon: steps by which batches are constructed before they are used, with the policy of that moment; 0: "
+        "strictly on policy, and nothing overlaps.",
+        low=0,
+        high=64,
+    )
+    policy_level: Literal["anchor", "batch"] = option(
+        "anchor",
+        "falcon: one draw for every anchor (the paper), or one for a whole batch: with one reward a batch the latter "
+        "has sqrt(B) times the signal, and small runs hardly train the former.",
+    )
+    policy_input: Literal["softmax", "standardised"] = option(
+        "softmax",
+        "falcon: the quantiles of an anchor's similarities as m times their softmax less 1, or standardised to mean 0 "
+        "and deviation 1, which drops their scale too.",
+    )
+    policy_quantiles: int = option(32, "falcon: how many quantiles the policy sees, m.", low=2)
+    policy_alpha: float | None = option(
+        None,
+        "falcon: the Beta distribution that the policy starts from (None: 5.5 and 1.2 on log-rank, 9.5 and 0.5 on "
+        "rank).",
+        low=0.0,
+    )
+    policy_beta: float | None = option(
+        None,
+        "falcon: the Beta distribution that the policy starts from (None: 5.5 and 1.2 on log-rank, 9.5 and 0.5 on "
+        "rank).",
+        low=0.0,
+    )
+    policy_floor: float | None = option(
+        None,
+        "falcon: neither parameter of the Beta falls to this or below (None: 1 on log-rank, 0.3 on rank, where the "
+        "mass must be able to stand at 1).",
+        low=0.0,
+    )
+    policy_lr: float = option(
+        3e-3,
+        "falcon: learning rate of the policy (Adam); 0: it stays as it starts, and no reward is measured.",
+        low=0.0,
+    )
+    policy_clip: float = option(5.0, "falcon: bound of the policy gradient's norm; 0: none.", low=0.0)
+    baseline: Literal["moving", "none"] = option(
+        "moving",
+        "falcon: what is taken off the reward. moving (ours): its moving mean, the rest divided by its moving "
+        "deviation and kept within 3, none in the first 10 steps. none: nothing, as in the paper.",
+    )
+
+
+# Keys of the method alone, and of its learned scheduler alone.
+KEYS = tuple(field.name for field in dataclasses.fields(FalconKeys) if field.name not in RunKeys.__dataclass_fields__)
+POLICY_KEYS = tuple(key for key in KEYS if key.startswith("policy_") or key == "baseline")
+
+
+def check_falcon(config: FalconKeys) -> None:
     """Refuse keys that do not go together.
 
     Raises:
         InputError: one line that says which, and what to leave out.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(config)}
-    given = {key: getattr(config, key) for key in (*KEYS, *POLICY_KEYS) if getattr(config, key) != defaults[key]}
+    given = {key: getattr(config, key) for key in KEYS if getattr(config, key) != defaults[key]}
     if config.method != FALCON:
         if config.embeddings is not None:
             raise InputError(
@@ -71,7 +144,7 @@ def check_falcon(config: TrainConfig) -> None:
         require_multiple(config.search_space, config.batch_size)
 
 
-def check_reward(config: TrainConfig, architecture: str, captions: bool) -> None:
+def check_reward(config: FalconKeys, architecture: str, captions: bool) -> None:
     """
     Args:
         captions: the model is a CoCa.
@@ -101,7 +174,7 @@ def require_multiple(search_space: int, batch_size: int) -> None:
         )
 
 
-def choose_search_space(config: TrainConfig, batch_size: int) -> int:
+def choose_search_space(config: FalconKeys, batch_size: int) -> int:
     """The one that was asked for, else the multiple of the batch size that is nearest to the paper's."""
     if config.search_space is None:
         return max(1, round(SEARCH_SPACE / batch_size)) * batch_size
@@ -109,7 +182,7 @@ def choose_search_space(config: TrainConfig, batch_size: int) -> int:
     return config.search_space
 
 
-def resolve_falcon(config: TrainConfig, batch_size: int, small: bool) -> dict[str, Any]:
+def resolve_falcon(config: FalconKeys, batch_size: int, small: bool) -> dict[str, Any]:
     """The values of falcon's keys that were left open; nothing for another method.
 
     Args:
@@ -138,5 +211,5 @@ def resolve_falcon(config: TrainConfig, batch_size: int, small: bool) -> dict[st
     return chosen
 
 
-def _scheduler(config: TrainConfig) -> str:
+def _scheduler(config: FalconKeys) -> str:
     return config.scheduler or (LEARNED if config.quantile is None else FIXED)

@@ -13,9 +13,8 @@ from fnpipe.train.data.batches import Batch, Loader
 from fnpipe.train.distributed import Processes
 from fnpipe.train.falcon.batches import Constructed, EmbeddingCache, FalconBatches, FalconSource
 from fnpipe.train.falcon.chain import Chooser, Constant, ramp
-from fnpipe.train.falcon.keys import FIXED, LEARNED, LOG_RANK
+from fnpipe.train.falcon.keys import FIXED, LEARNED, LOG_RANK, FalconKeys
 from fnpipe.train.falcon.policy import Drawing, PolicyConfig, Scheduler, Snapshot
-from fnpipe.train.learners.keys import TrainConfig
 from fnpipe.train.objectives.step import Seen, StepInput, TrainStep
 
 
@@ -37,7 +36,7 @@ class Falcon:
     step, `settle` when the step counts as made.
     """
 
-    config: TrainConfig
+    config: FalconKeys
     source: FalconSource
     loader: Loader
     step: TrainStep
@@ -143,7 +142,7 @@ class Falcon:
         self.constructed.load_state_dict(state["batches"])
 
 
-def policy_config(config: TrainConfig) -> PolicyConfig:
+def policy_config(config: FalconKeys) -> PolicyConfig:
     """The policy's part of a resolved config."""
     assert config.policy_floor is not None
     assert config.policy_alpha is not None

@@ -430,9 +430,9 @@ def _step_config(config: TrainConfig, group: Processes) -> StepConfig:
 def _ecm_config(config: TrainConfig) -> EcmConfig:
     """Methods without ECM may be given edges to count with: they change nothing there."""
     return EcmConfig(
-        false_negatives=config.false_negatives if config.method_losses.ecm else "ignore",  # type: ignore[arg-type]
-        unscored=config.unscored if config.method_losses.ecm else "negative",  # type: ignore[arg-type]
-        second=config.second,  # type: ignore[arg-type]
+        false_negatives=config.false_negatives if config.method_losses.ecm else "ignore",
+        unscored=config.unscored if config.method_losses.ecm else "negative",
+        second=config.second,
     )
 
 

@@ -118,7 +118,7 @@ def _prepare(
         config,
         architecture=architecture,
         itc_loss=model.config.itc_loss,
-        text_attention=str(model.config.text_attention),
+        text_attention=model.config.text_attention,
         batches_per_epoch=len(share(inputs.batches_per_epoch, group.rank, group.world)),
         batch_size=inputs.source.batch_size,
         grouped=inputs.source.grouped,

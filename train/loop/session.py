@@ -14,8 +14,10 @@ import torch
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 from fnpipe.train.distributed import Processes
-from fnpipe.train.keys import FREE_ON_RESUME
 from fnpipe.train.runs.directory import read_run_config
+
+# What a resumed run may change: where and how fast it runs, not what it computes.
+FREE_ON_RESUME = frozenset({"device", "threads", "workers", "cache_mib", "materialized", "tensorboard"})
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.keys import CHOICES, check_choices
+from fnpipe.train.keys import check
 from fnpipe.train.model.tiny import TINY
 
 
@@ -38,4 +38,4 @@ class ModelConfig:
             raise InputError(f"fusion_layers is {self.fusion_layers}; it must be at least 1")
         if self.architecture == TINY and self.image_size not in (None, 64):
             raise InputError(f"fnpipe-tiny takes pictures of 64 px, image_size is {self.image_size}")
-        check_choices(self, {key: CHOICES[key] for key in ("itc_loss", "text_attention")}, ("text_attention",))
+        check(self)

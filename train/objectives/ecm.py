@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fnpipe.mining.edges.labels import AMBIGUOUS, POSITIVE, UNSCORED
-from fnpipe.train.keys import CHOICES, check_choices
+from fnpipe.train.keys import check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class EcmConfig:
     is no known positive."""
 
     def __post_init__(self) -> None:
-        check_choices(self, {key: CHOICES[key] for key in ("false_negatives", "unscored", "second")})
+        check(self)
 
 
 # Methods without ECM: every hardest negative is a negative.

@@ -1,0 +1,134 @@
+"""The keys that a run of any model takes, whatever its method: one field each."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass
+from typing import Literal
+
+from fnpipe.train.keys import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunKeys:
+    """What a run that trains a model on pictures and captions can be told; the papers' values, where a paper gives one.
+
+    A key that is None is chosen when the run starts, from the method, the model and the data.
+    """
+
+    method: Literal["itc", "albef", "grit", "mafa", "falcon"] = option(
+        MISSING, "itc, albef, grit, mafa or falcon (see METHODS)."
+    )
+    model: str | None = option(None, "fnpipe-tiny or an open_clip architecture; None: that of init, else fnpipe-tiny.")
+    init: str | None = option(None, "where the weights start: a checkpoint file, run:NAME, demo; None: from scratch.")
+    image_size: int | None = option(None, "of the model (None: as the architecture, or init, has them).", low=1)
+    fusion_layers: int | None = option(None, "of the model (None: as the architecture, or init, has them).", low=1)
+    itc_loss: Literal["softmax", "sigmoid"] | None = option(
+        None, "softmax, or SigLIP's sigmoid (None: that of init, else softmax)."
+    )
+    text_attention: Literal["own", "bidirectional"] | None = option(
+        None,
+        "the mask under which captions are embedded: the architecture's own, or bidirectional (None: that of init, "
+        "bidirectional from scratch).",
+    )
+    groups: str | None = option(
+        None, "the plan; None: the only GRIT plan where the method needs one, else seeded random batches."
+    )
+    materialized: str | None = option(
+        None, "where fnpipe group --materialize has put the plan: its shards are read front to back."
+    )
+    edges: str | None = option(
+        None,
+        "the mined edges; None: the only ones there are where the method needs some. With falcon they are optional, "
+        "and treated as by mafa.",
+    )
+    embeddings: str | None = option(
+        None, "the stored embeddings that falcon's first epoch looks through; None: the only ones there are."
+    )
+    truth: str | None = option(None, "a truth file, for the share of false negatives met and for mAP@R.")
+    agreement: str | None = option(
+        None,
+        "itm:RUN or itm:demo: run this discriminator on some batches, and log how often it would have said what was "
+        "looked up.",
+    )
+    agreement_steps: int = option(50, "on every so manieth batch.", low=1)
+    epochs: int | None = option(None, "None: 20, for fnpipe-tiny as many as make about 3,600 steps.", low=1)
+    batch_size: int | None = option(
+        None,
+        "of random batches, and of falcon's (None: 64 for fnpipe-tiny, else 128, or all images where there are fewer);"
+        " a plan has its own.",
+        low=2,
+    )
+    seed: int = option(0, "every random draw derives from it, the epoch and the batch.", low=0, high=2**63 - 1)
+    itm: bool | None = option(None, "turn a loss of the method on or off (None: as the method has it).")
+    mlm: bool | None = option(None, "turn a loss of the method on or off (None: as the method has it).")
+    mask_rate: float = option(0.5, "share of the tokens that MLM masks.", low=0.0, high=1.0)
+    min_recorded_probability: float = option(
+        0.0,
+        "leave out recorded pairs that the discriminator doubts: those whose p, in the edges' _recorded/, is lower.",
+        low=0.0,
+        high=1.0,
+    )
+    tau_low: float | None = option(None, "bounds on p (None: those of the edges).", low=0.0, high=1.0)
+    tau_high: float | None = option(None, "bounds on p (None: those of the edges).", low=0.0, high=1.0)
+    false_negatives: Literal["positive", "drop", "ignore"] = option(
+        "positive", "mined ones become positive, are taken out (drop), or stay negatives (ignore)."
+    )
+    unscored: Literal["negative", "next"] = option(
+        "negative", "a hardest negative without a score is a negative, or the hardest scored one is taken (next)."
+    )
+    second: Literal["plain", "next-negative"] = option(
+        "plain", "what takes an ambiguous one's place: the next hardest (plain), or the next-negative one."
+    )
+    smoothing: float | None = option(
+        None,
+        "S-ITC's weight a (None: 0.5 for mafa on grouped batches and falcon with edges, else 0).",
+        low=0.0,
+        high=1.0,
+    )
+    smoothing_start_epoch: int = option(1, "the epoch in which it starts, counted from 0.", low=0)
+    grad_checkpointing: bool = option(False, "compute activations again in the backward pass instead of keeping them.")
+    consistency: float = option(0.0, "weight of GRIT's consistency loss (0.2 in the paper; off by default).", low=0.0)
+    vacsr: float = option(
+        0.0,
+        "weight of VACSR's loss on the two embeddings, its network trained along with the towers; 0: none. The network"
+        " is saved beside the weights, for vacsr:RUN on embeddings of this run.",
+        low=0.0,
+    )
+    gather: bool = option(False, "ITC over the batches of all ranks instead of the local one.")
+    lr: float | None = option(None, "peak learning rate (None: 1.5e-3 for fnpipe-tiny, else 1e-4).", low=0.0)
+    min_lr_ratio: float = option(0.1, "the share of it at which its cosine ends.", low=0.0, high=1.0)
+    weight_decay: float = option(0.02, "not on norms, biases, and the temperature.", low=0.0)
+    warmup_steps: int | None = option(None, "None: a twentieth of the run, 1,000 at most.", low=0)
+    clip_norm: float | None = option(
+        None,
+        "bound of the gradient's norm; 0: none. None: 5, with falcon none: a bound below the norm of hard batches "
+        "(some 25 in small runs, 5 on easy ones) shrinks exactly their steps, and with them the reward of hardness, "
+        "whose sign it turns over. grad_norm is logged before clipping.",
+        low=0.0,
+    )
+    accumulate: int = option(1, "batches per optimiser step.", low=1)
+    ema_decay: float = option(
+        0.0, "keep an exponential mean of the weights, and evaluate and save that; 0: none.", low=0.0, high=1.0
+    )
+    compile: bool = option(False, "run the transformer blocks through torch.compile.")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "auto is bf16 on a GPU that has it, else fp32.")
+    device: str = option("auto", "auto, cpu, cuda.")
+    threads: int | None = option(None, "torch's threads for one process; None: torch's own choice.", low=1)
+    workers: int | None = option(
+        None, "processes that decode; None: none where the pictures are kept in memory, else one per core.", low=0
+    )
+    cache_mib: int = option(
+        1024, "keep the decoded pictures in memory, at the model's input size, where they fit into this.", low=0
+    )
+    augment: Literal["auto", "tiny", "albef", "open-clip", "none"] = option(
+        "auto", "auto is tiny for fnpipe-tiny, open-clip for itc, else albef."
+    )
+    flip: bool | None = option(
+        None, "mirror half the pictures (None: as the papers do, but not for fnpipe-tiny: captions say left and right)."
+    )
+    evaluate_every: int = option(1, "epochs between evaluations on evaluate_on; 0: never.", low=0)
+    evaluate_on: str | None = option(None, "the split (None: test if there is one, else no evaluation).")
+    evaluate_images: int = option(1000, "evaluate on so many images at most while training.", low=1)
+    checkpoint_steps: int = option(1000, "write last so often, besides at the end of every epoch.", low=1)
+    keep_every: int = option(0, "keep the checkpoint of every N-th epoch; 0: only last and best.", low=0)
+    tensorboard: bool = option(True, "write scalars for TensorBoard, where it is installed.")

@@ -216,9 +216,11 @@ class Chain:
 def import_all() -> None:
     """What the commands import when they run, once for all that are forked from here."""
     for name in (
-        *("pipeline.embed_ray", "pipeline.encoders", "pipeline.parts", "pipeline.shard"),
-        *("mining.connections", "mining.export", "mining.graph", "mining.grouping", "mining.materialize"),
-        *("train.con_d", "train.encoder", "train.export", "train.loop"),
+        *("pipeline.shard.stage", "pipeline.embed.stage", "pipeline.embed.load", "pipeline.embed.open_clip"),
+        *("mining.graph.stage", "mining.plans.stage", "mining.plans.materialize", "mining.connections.stage"),
+        *("mining.edges.relabel", "mining.exports.stage", "mining.views.audit", "mining.views.inspection"),
+        *("train.judges.specs", "train.judges.itm", "train.learners.train_pictures", "train.learners.embeddings"),
+        *("train.methods", "train.model.export_open_clip", "train.status", "train.evaluation.retrieval"),
     ):
         importlib.import_module(f"fnpipe.{name}")
 

@@ -27,7 +27,9 @@ def command_for(path: Path) -> str | None:
         if parts[at] in SHARDED:
             return f"fnpipe shard SOURCE {root} --overwrite"
         if parts[at] in MADE_BY and at + 1 < len(parts):
-            name = f"{_NAME_FLAGS.get(parts[at], '--name')} {shlex.quote(parts[at + 1])}"
+            # What stands beside a stage is named after it: .NAME.record
+            own = parts[at + 1] if parts[at + 1][0] != "." else parts[at + 1][1:].rpartition(".")[0]
+            name = f"{_NAME_FLAGS.get(parts[at], '--name')} {shlex.quote(own)}"
             return f"fnpipe {MADE_BY[parts[at]]} {root} {name} --overwrite"
     return None
 

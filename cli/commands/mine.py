@@ -64,9 +64,7 @@ def mine_connections_command(
             metavar="EDGES|TRUTH", help="With clip and vacsr: fit p on edges of this name, or on a truth file."
         ),
     ] = None,
-    score_recorded: Annotated[
-        bool, typer.Option("--score-recorded", help="Judge the recorded pairs too: _recorded/.")
-    ] = False,
+    score_recorded: Annotated[bool, typer.Option("--score-recorded", help="Judge the recorded pairs too.")] = False,
     no_identity: Annotated[
         bool,
         typer.Option(

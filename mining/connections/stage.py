@@ -26,7 +26,7 @@ from fnpipe.mining.edges.labels import share_threshold
 from fnpipe.mining.edges.reader import RECORDED, EdgesInfo, edge_parts, part_path, recorded_parts, recorded_path
 from fnpipe.mining.edges.relabel import finish_edges, judged_probabilities, relabel_parts
 from fnpipe.mining.edges.trust import Trust
-from fnpipe.pipeline.files import atomic, tables
+from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.machine.progress import Advance, progress
 from fnpipe.pipeline.machine.ray_pool import RayPool
 from fnpipe.pipeline.machine.threads import torch_threads
@@ -34,7 +34,7 @@ from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 __all__ = ["MineConfig", "MineSummary", "ShardJudge", "mine_connections", "summarise"]
 
-_CANDIDATES = "_candidates"
+_CANDIDATES = "candidates"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def mine_connections(
     threads = config.threads or torch.get_num_threads()
     with stage.alone():
         if stage.begin(params, {"pairs": workspace.digest}, overwrite=config.overwrite):
-            runs, judge = inputs.runs(stage.path / _CANDIDATES), inputs.judge(con_d)
+            runs, judge = inputs.runs(stage.beside / _CANDIDATES), inputs.judge(con_d)
             with torch_threads(threads), _engine(inputs, judge, threads) as judge_all:
                 _judge_shards(stage, runs, judge_all)
                 judge_sample(stage, judge)
@@ -100,12 +100,12 @@ def mine_connections(
                 identity_beyond=list(judge.identity.beyond),
             )
         if config.score_recorded and not recorded_parts(stage):
-            atomic.sweep(stage.path)
+            stage.sweep()
             with torch_threads(threads):
                 _score_recorded(stage, inputs.judge(con_d))
         if not recorded_parts(stage):
-            shutil.rmtree(stage.path / RECORDED, ignore_errors=True)
-        shutil.rmtree(stage.path / _CANDIDATES, ignore_errors=True)
+            shutil.rmtree(stage.beside / RECORDED, ignore_errors=True)
+        shutil.rmtree(stage.beside / _CANDIDATES, ignore_errors=True)
     return summarise(stage)
 
 

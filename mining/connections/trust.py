@@ -22,7 +22,7 @@ HELD_OUT = 100
 
 def judge_sample(stage: Stage, judge: Judge) -> None:
     """Judge recorded pairs and as many random ones, drawn with a fixed seed, into `FILE`; once for a stage."""
-    path = stage.path / FILE
+    path = stage.beside / FILE
     if path.exists() or not SAMPLE:
         return
     image_ids, pair_ids, recorded = draw_sample(judge)

@@ -14,7 +14,6 @@ from fnpipe.mining.edges.labels import LABELS, SOURCES, UNSCORED, check_threshol
 from fnpipe.mining.edges.trust import Trust
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic, tables
-from fnpipe.pipeline.workspace.record import META
 from fnpipe.pipeline.workspace.workspace import Stage
 
 # MAFA's thresholds.
@@ -42,9 +41,8 @@ EDGES_SCHEMA = pa.schema(
 _FILLED = tuple(name for name in EDGES_SCHEMA.names if name not in ("rank_i2t", "rank_t2i", "uncertainty"))
 
 _PART = "part-"
-# The recorded pairs' scores. Programs that read a folder as one table pass over folders (pyarrow) and files (polars)
-# whose names begin with an underscore.
-RECORDED = "_recorded"
+# The recorded pairs' scores.
+RECORDED = "recorded"
 RECORDED_OF_0_1_0 = "recorded.parquet"
 
 RECORDED_SCHEMA = pa.schema([("pair_id", pa.int64()), ("match_probability", pa.float32())])
@@ -109,7 +107,7 @@ class EdgesInfo:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what = f"{type(error).__name__}: {error}"
-            raise InputError(f"{stage.path / META}: damaged ({what}); run `{stage.command}` with --overwrite") from None
+            raise InputError(f"{stage.record}: damaged ({what}); run `{stage.command}` with --overwrite") from None
 
     def other_thresholds(self, tau_low: float | None, tau_high: float | None) -> tuple[float, float] | None:
         """The thresholds to label by instead, one that is None as in force; None where both are: the stored labels.
@@ -140,7 +138,7 @@ def shard_of_part(path: Path) -> int:
 
 
 def recorded_path(stage: Stage, shard: int) -> Path:
-    return stage.path / RECORDED / f"_{part_path(stage, shard).name}"
+    return stage.beside / RECORDED / part_path(stage, shard).name
 
 
 def recorded_parts(stage: Stage) -> list[Path]:

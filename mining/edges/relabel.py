@@ -24,7 +24,7 @@ from fnpipe.mining.edges.labels import (
 from fnpipe.mining.edges.reader import EDGES_SCHEMA, NOT_MEASURED, edge_parts, read_part, recorded_parts
 from fnpipe.mining.edges.trust import measure_trust, trust_file
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files import atomic, tables
+from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 HISTOGRAM_BINS = 20
@@ -98,7 +98,7 @@ def _relabel(stage: Stage, tau_low: float, tau_high: float, positive_share: floa
     if meta is None or meta.get("complete") or not meta.keys() >= set(_CARRIED):
         # Neither finished nor left by a relabelling that was killed, which alone has these without being finished.
         meta = stage.workspace.resolve("edges", stage.name.partition("/")[2], "--edges").require()
-    atomic.sweep(stage.path)
+    stage.sweep()
     # Without thresholds the edges belong to no pass: one that comes between says so, instead of finishing a mixture.
     params = {**meta["params"], "tau_low": None, "tau_high": None, "positive_share": None}
     begun = {
@@ -107,7 +107,7 @@ def _relabel(stage: Stage, tau_low: float, tau_high: float, positive_share: floa
         **{key: meta[key] for key in (*_CARRIED, *_CARRIED_IF_THERE) if key in meta},
         "complete": False,
         # Relabelled again after a kill, the edges must still be all that were judged.
-        "outputs": {path.relative_to(stage.path).as_posix(): None for path in stage.outputs()},
+        "outputs": {stage.listed_as(path): None for path in stage.outputs()},
     }
     stage.require_outputs()
     stage.write_meta({**begun, "params": params})

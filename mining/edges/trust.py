@@ -60,9 +60,7 @@ class Trust:
         return f"trust: {figures}" if self.trusted else f"the discriminator is doubtful: {figures}"
 
 
-# Readers of the folder ignore it, by name or by depth.
-FILE = "_trust/_pairs.parquet"
-
+FILE = "trust/pairs.parquet"
 
 SCHEMA = pa.schema(
     [
@@ -76,7 +74,7 @@ SCHEMA = pa.schema(
 
 def trust_file(stage: Stage) -> list[Path]:
     """The judged sample, if there is one."""
-    return [path for path in (stage.path / FILE,) if path.is_file()]
+    return [path for path in (stage.beside / FILE,) if path.is_file()]
 
 
 def measure_trust(stage: Stage, tau_high: float, positive_share: float | None) -> Trust | None:
@@ -87,7 +85,7 @@ def measure_trust(stage: Stage, tau_high: float, positive_share: float | None) -
     """
     if not trust_file(stage):
         return None
-    table = tables.read_table(stage.path / FILE, SCHEMA.names, SCHEMA)
+    table = tables.read_table(stage.beside / FILE, SCHEMA.names, SCHEMA)
     p, recorded = table["match_probability"].to_numpy(), table["recorded"].to_numpy()
     return trust_of(p, recorded, tau_high, positive_share)
 

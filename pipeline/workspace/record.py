@@ -18,15 +18,13 @@ from typing import Any
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
-from fnpipe.pipeline.files.digests import content_digests, digest_listed
+from fnpipe.pipeline.files.digests import content_digest, digest_listed
 from fnpipe.pipeline.made_by import MADE_BY
 
 # Of ``fnpipe.json`` and of every ``meta.json``.
 FORMAT_VERSION = 1
 META = "meta.json"
 RUN_CONFIG = "config.json"
-# Programs that read a folder as one table pass over names that begin with an underscore.
-_META_OF = {"edges": "_meta.json", "runs": RUN_CONFIG}
 LOCK = ".lock"
 
 _META_KEYS: dict[str, type] = {"params": dict, "inputs": dict, "digest": str}
@@ -54,19 +52,31 @@ class RecordedDirectory:
         return f"fnpipe {MADE_BY.get(self.kind, self.name)}"
 
     @property
+    def beside(self) -> Path:
+        """The folder of the record and of whatever is no part of the stage's table.
+
+        It is the stage's own directory but for edges. Theirs opens as one table in other programs, and polars refuses
+        a folder with anything else in it.
+        """
+        return self.path.with_name(f".{self.path.name}.record") if self.kind == "edges" else self.path
+
+    @property
     def record(self) -> Path:
-        """Where the stage's record is, or will be: ``meta.json``, in 0.1.0 for edges too, which now have a name of
-        their own for it."""
-        path = self.path / _META_OF.get(self.kind, META)
-        return path if path.exists() or not (self.path / META).exists() else self.path / META
+        """Where the stage's record is, or will be; that of edges of 0.1.0 stands among their parts."""
+        path, old = self._new_record, self.path / META
+        return path if path.exists() or not old.exists() else old
+
+    @property
+    def _new_record(self) -> Path:
+        return self.beside / (RUN_CONFIG if self.kind == "runs" else META)
 
     def meta(self) -> dict[str, Any] | None:
-        """What the record says, or None where the stage was never begun.
+        """What the record says, or None where the stage was never begun, or its directory was removed.
 
         Raises:
             InputError: it is damaged.
         """
-        meta = read_object(self.record)
+        meta = read_object(self.record) if self.path.is_dir() else None
         if meta is not None:
             for key in _META_KEYS if meta.get("complete") else ("params", "inputs"):
                 if not isinstance(meta.get(key), _META_KEYS[key]):
@@ -75,9 +85,8 @@ class RecordedDirectory:
 
     def write_meta(self, meta: Mapping[str, Any]) -> None:
         """Write the record, in the place of one that 0.1.0 left elsewhere."""
-        path = self.path / _META_OF.get(self.kind, META)
-        atomic.write_json(path, meta)
-        if path.name != META:
+        atomic.write_json(self._new_record, meta)
+        if self.beside != self.path:
             (self.path / META).unlink(missing_ok=True)
 
     @property
@@ -108,7 +117,7 @@ class RecordedDirectory:
         self._refuse_mixing(meta, made_with)
         if meta.get("complete"):
             return False
-        atomic.sweep(self.path)
+        self.sweep()
         return True
 
     def start(self, record: Mapping[str, Any], *, overwrite: bool) -> None:
@@ -120,16 +129,17 @@ class RecordedDirectory:
         Raises:
             InputError: files are there without a record, or the directory is a link.
         """
-        self.refuse_unrecorded(overwrite=overwrite)
         self._remove_replaced()
-        if overwrite and self.path.exists():
-            if self.path.is_symlink():
-                target = self.path.resolve()
-                raise InputError(f"{self.path}: a link to {target}, which --overwrite leaves alone; remove it yourself")
-            self.path.rename(self._replaced)
+        self.refuse_unrecorded(overwrite=overwrite)
+        if self.path.is_symlink() and overwrite:
+            target = self.path.resolve()
+            raise InputError(f"{self.path}: a link to {target}, which --overwrite leaves alone; remove it yourself")
+        if overwrite or not self.path.exists():
+            self._set_aside()
+        self.path.mkdir(parents=True, exist_ok=True)
         self.write_meta(record)
         self._remove_replaced()
-        atomic.sweep(self.path)
+        self.sweep()
 
     def refuse_unrecorded(self, *, overwrite: bool) -> None:
         """Refuse files that no record speaks of: nobody knows what they were made from.
@@ -149,11 +159,25 @@ class RecordedDirectory:
     @property
     def _replaced(self) -> Path:
         """Where a stage that is overwritten goes, until it is removed."""
-        return self.path.with_name(f"{atomic.TEMPORARY_PREFIX}{self.path.name}")
+        return self.path.with_name(f".{self.path.name}.replaced")
+
+    def _set_aside(self) -> None:
+        # The record goes first: without it, and with one that is set aside, what is left belongs to the old stage.
+        if self.beside.exists():
+            self.beside.rename(self._replaced)
+        if self.path.exists():
+            self.path.rename(self._replaced / "parts" if self._replaced.exists() else self._replaced)
 
     def _remove_replaced(self) -> None:
         if self._replaced.exists():
+            if not self.record.exists() and self.path.exists():
+                shutil.rmtree(self.path)
             shutil.rmtree(self._replaced)
+
+    def sweep(self) -> None:
+        """Remove what killed writers left behind."""
+        for folder in {self.path, self.beside}:
+            atomic.sweep(folder)
 
     def finish(
         self, outputs: Sequence[str | Path], beside: Sequence[str | Path] = (), /, **facts: Any
@@ -164,8 +188,8 @@ class RecordedDirectory:
             outputs: names inside the stage, or whole paths, hashed in this order.
             beside: further ones, which are listed, but are no part of the stage's own digest.
         """
-        made = digests_below(self.path, outputs)
-        listed = {**made, **digests_below(self.path, beside)}
+        made = self.digests(outputs)
+        listed = {**made, **self.digests(beside)}
         meta = {**facts, **(self.meta() or {}), "complete": True, "digest": digest_listed(made), "outputs": listed}
         self.write_meta(meta)
         return meta
@@ -174,7 +198,22 @@ class RecordedDirectory:
         """The files of the stage in the order of its record; by rule where that lists none, as in 0.1.0."""
         meta = self.meta() or {}
         names = meta.get("outputs")
-        return [self.path / name for name in (names if isinstance(names, dict) else self.unlisted(meta))]
+        return [self.place(name) for name in (names if isinstance(names, dict) else self.unlisted(meta))]
+
+    def place(self, name: str | Path) -> Path:
+        """Where an output of this name is: the parts in the stage's directory, what has a folder of its own beside."""
+        return (self.beside if len(Path(name).parts) > 1 else self.path) / name
+
+    def listed_as(self, output: Path) -> str:
+        """The name of an output in the record."""
+        return output.relative_to(self.path if output.is_relative_to(self.path) else self.beside).as_posix()
+
+    def digests(self, outputs: Sequence[str | Path]) -> dict[str, str]:
+        """sha256 by name of outputs, given by their names or as whole paths, in their order."""
+        # A workspace may be named by a relative path; a whole path then begins with it and must not get it twice.
+        whole = [Path(output) for output in outputs]
+        paths = [p if p.is_relative_to(self.path) or p.is_relative_to(self.beside) else self.place(p) for p in whole]
+        return {self.listed_as(path): content_digest(path) for path in paths}
 
     def missing(self) -> list[Path]:
         """The outputs that are not there."""
@@ -204,17 +243,6 @@ class RecordedDirectory:
                         f"{self.path}: started with {what} {_show(before.get(key))}, now {_show(now.get(key))}; "
                         f"{other}--overwrite to start afresh"
                     )
-
-
-def digests_below(directory: Path, outputs: Sequence[str | Path]) -> dict[str, str]:
-    """The digests of files in ``directory``, named inside it or by whole paths: sha256 by name, in their order."""
-
-    def inside(output: str | Path) -> Path:
-        # A workspace may be named by a relative path; a whole path then begins with it and must not get it twice.
-        path = Path(output)
-        return path if path.is_relative_to(directory) else directory / path
-
-    return content_digests([inside(path) for path in outputs], directory)
 
 
 def _files(folder: Path) -> set[str]:

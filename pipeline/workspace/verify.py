@@ -110,7 +110,7 @@ def _verify_sharding(workspace: Workspace, done: Verified, again: str, advance: 
     root = workspace.root
     listed = workspace.manifest.get("outputs")
     listed = listed if isinstance(listed, dict) else {}
-    _compare(root, listed, done, again)
+    _compare({root / name: digest for name, digest in listed.items()}, "files of the sharding", done, again)
     for path in (root / "quarantine.parquet", *((root / "shuffled.parquet",) if _was_shuffled(workspace) else ())):
         with done.noting(path, again):
             tables.read_table(path)
@@ -205,7 +205,7 @@ def _verify_stage(stage: Stage, done: Verified) -> None:
                 stage.require()
         listed = meta.get("outputs")
         if isinstance(listed, dict):
-            _compare(stage.path, listed, done)
+            _compare({stage.place(name): digest for name, digest in listed.items()}, f"files of {stage.kind}", done)
         elif not missing:
             _compare_whole(stage, str(meta["digest"]), done)
 
@@ -230,19 +230,17 @@ def _verify_run(run: Stage, done: Verified) -> None:
     if not complete:
         done.unfinished.append(run.name)
     elif isinstance(listed, dict):
-        _compare(run.path, listed, done)
+        _compare({run.place(name): digest for name, digest in listed.items()}, "files of runs", done)
 
 
-def _compare(folder: Path, listed: Mapping[str, Any], done: Verified, again: str | None = None) -> None:
-    """Files below ``folder`` against their recorded digests."""
-    paths = {folder / name: digest for name, digest in listed.items()}
+def _compare(paths: Mapping[Path, Any], kind: str, done: Verified, again: str | None = None) -> None:
+    """Files against their recorded digests, counted as of this ``kind``."""
     digests = _digests([path for path in paths if path.is_file()])
     for path, digest in paths.items():
         if path not in digests:
             done.add(path, "gone", again)
         elif digests[path] != digest:
             done.add(path, "not the bytes that were recorded", again)
-    kind = "files of the sharding" if folder == Path(done.workspace) else f"files of {folder.parent.name}"
     done.count(kind, len(paths))
 
 

@@ -17,7 +17,7 @@ from fnpipe.pipeline.files import lock
 from fnpipe.pipeline.made_by import MADE_BY
 from fnpipe.pipeline.workspace.manifest import read_manifest
 from fnpipe.pipeline.workspace.pairs import Pairs, read_dense, span_of
-from fnpipe.pipeline.workspace.record import LOCK, RecordedDirectory, digests_below
+from fnpipe.pipeline.workspace.record import LOCK, RecordedDirectory
 from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA
 from fnpipe.pipeline.workspace.sharded_tars import ShardedTars
 
@@ -252,8 +252,8 @@ class Stage(RecordedDirectory):
     def list_beside(self, outputs: Sequence[str | Path]) -> None:
         """Add files to the list of a finished stage; its digest stays."""
         meta = self.require()
-        listed = meta.get("outputs") or digests_below(self.path, self.outputs())
-        self.write_meta({**meta, "outputs": {**listed, **digests_below(self.path, outputs)}})
+        listed = meta.get("outputs") or self.digests(self.outputs())
+        self.write_meta({**meta, "outputs": {**listed, **self.digests(outputs)}})
 
     def unlisted(self, meta: Mapping[str, Any]) -> list[str]:
         """The files that a stage of 0.1.0 holds, whose record does not list them."""

@@ -173,7 +173,7 @@ def test_runs_on_the_same_data_share_con_d_and_the_image_tower_but_not_the_start
     assert not (embeddings[0] == embeddings[1]).all()
     # One's warm start judges for the other: trained as long, on the same pairs.
     for seed, other in ((0, 2), (2, 0)):
-        config = json.loads((tmp_path / f"data-1/edges/weak-grit-64-{seed}/_meta.json").read_bytes())
+        config = json.loads((tmp_path / f"data-1/edges/.weak-grit-64-{seed}.record/meta.json").read_bytes())
         chain = Chain(tmp_path, regime, Run(1, seed))
         assert config["params"]["discriminator"] == chain.discriminator("weak").description
         assert chain.con_d_run("weak") == f"itm:start-{other}"

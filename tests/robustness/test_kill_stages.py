@@ -16,8 +16,8 @@ import torch
 
 from conftest import ROOT, MakePairs
 from fnpipe.cli.main import run
-from fnpipe.pipeline.files import arrays, atomic
-from fnpipe.train.runs import state as checkpoints
+from fnpipe.pipeline.files import arrays, tables
+from fnpipe.train.loop import checkpoints
 from fnpipe.train.runs.state import write_state
 
 BENCHMARKS = ROOT / "benchmarks"
@@ -60,7 +60,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> None:
     def write(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(atomic.pq, "write_table", write)
+    monkeypatch.setattr(tables.pq, "write_table", write)
 
 
 def test_a_full_disk_is_one_line_that_names_the_file_and_exit_code_1(

@@ -111,8 +111,9 @@ def build(make_workspace: MakeWorkspace, **kwargs) -> Workspace:
 
 
 def parts_of(workspace: Workspace, name: str) -> dict[str, bytes]:
-    folder = workspace.root / "edges" / name
-    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    stage = workspace.stage(f"edges/{name}")
+    files = [p for folder in (stage.beside, stage.path) for p in sorted(folder.rglob("*")) if p.is_file()]
+    return {stage.listed_as(path): path.read_bytes() for path in files}
 
 
 def test_every_combination_is_judged_once_and_lands_in_one_row(make_workspace: MakeWorkspace):
@@ -241,8 +242,8 @@ def test_recorded_pairs_are_judged_on_request_even_afterwards(make_workspace: Ma
     expected = [np.float32(stable_p(flat_colour(pair["image_id"]), pair["caption"])) for pair in pairs]
     assert table["match_probability"].to_pylist() == expected
     after = parts_of(workspace, "e")
-    before_meta, after_meta = (json.loads(files.pop("_meta.json")) for files in (edges, after))
-    scores = {name: after.pop(name) for name in list(after) if name.startswith("_recorded/")}
+    before_meta, after_meta = (json.loads(files.pop("meta.json")) for files in (edges, after))
+    scores = {name: after.pop(name) for name in list(after) if name.startswith("recorded/")}
     assert after == edges
     listed = after_meta.pop("outputs")
     assert list(listed) == [*before_meta.pop("outputs"), *scores]
@@ -252,12 +253,11 @@ def test_recorded_pairs_are_judged_on_request_even_afterwards(make_workspace: Ma
 
 def as_in_0_1_0(stage):
     """Move a stage of edges to the names that 0.1.0 gave, whose record listed no outputs."""
-    meta = json.loads((stage.path / "_meta.json").read_bytes())
-    if (stage.path / "_recorded").is_dir():
+    meta = json.loads(stage.record.read_bytes())
+    if (stage.beside / "recorded").is_dir():
         tables.write_table(stage.path / "recorded.parquet", read_recorded(stage))
-        shutil.rmtree(stage.path / "_recorded")
     atomic.write_json(stage.path / "meta.json", {key: meta[key] for key in meta if key != "outputs"})
-    (stage.path / "_meta.json").unlink()
+    shutil.rmtree(stage.beside)
 
 
 def test_edges_of_0_1_0_are_read_where_they_are_and_relabelled_into_today_s_names(make_workspace: MakeWorkspace):
@@ -276,7 +276,7 @@ def test_edges_of_0_1_0_are_read_where_they_are_and_relabelled_into_today_s_name
     relabel(workspace, "e", 0.1, 0.2)
     relabel(workspace, "e", MineConfig.tau_low, MineConfig.tau_high)
     assert stage.digest == digest
-    assert stage.record.name == "_meta.json"
+    assert stage.record == stage.beside / "meta.json"
     assert not (stage.path / "meta.json").exists()
     assert read_recorded(stage).equals(scores)
 
@@ -313,7 +313,7 @@ def test_a_part_lost_while_a_relabelling_was_killed_is_missed_when_it_goes_on(
     workspace = build(make_workspace)
     mine_connections(workspace, MineConfig(name="e"), TableDiscriminator(stable_p))
     with monkeypatch.context() as patched:
-        patched.setattr(atomic, "write_table", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(tables, "write_table", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             relabel(workspace, "e", 0.1, 0.2)
     (workspace.root / "edges/e/part-00000.parquet").unlink()
@@ -327,9 +327,9 @@ def test_a_stage_lists_what_it_left_with_digests(make_workspace: MakeWorkspace):
     stage = workspace.stage("edges/e")
     listed = stage.require()["outputs"]
     parts = [f"part-{shard:05d}.parquet" for shard in range(5)]
-    assert list(listed) == [*parts, *(f"_recorded/_{part}" for part in parts)]
-    assert all(hashlib.sha256((stage.path / n).read_bytes()).hexdigest() == digest for n, digest in listed.items())
-    assert stage.outputs() == [stage.path / name for name in listed]
+    assert list(listed) == [*parts, *(f"recorded/{part}" for part in parts)]
+    assert all(hashlib.sha256(stage.place(n).read_bytes()).hexdigest() == digest for n, digest in listed.items())
+    assert stage.outputs() == [stage.place(name) for name in listed]
 
 
 def test_plan_counts_what_is_new_in_every_epoch_and_writes_nothing(make_workspace: MakeWorkspace):
@@ -431,7 +431,7 @@ def test_relabel_moves_thresholds_as_if_judged_with_them(make_workspace: MakeWor
     mine_connections(workspace, MineConfig(name="b", tau_low=0.2, tau_high=0.6), TableDiscriminator(stable_p))
     relabel(workspace, "a", 0.2, 0.6)
     a, b = parts_of(workspace, "a"), parts_of(workspace, "b")
-    meta_a, meta_b = (json.loads(files.pop("_meta.json")) for files in (a, b))
+    meta_a, meta_b = (json.loads(files.pop("meta.json")) for files in (a, b))
     assert a == b
     assert meta_a == meta_b
     # The edges are now those of a pass with the new thresholds.
@@ -446,7 +446,7 @@ def test_relabel_moves_a_share_as_if_judged_with_it(make_workspace: MakeWorkspac
     mine_connections(workspace, MineConfig(name="b", positive_share=0.3), TableDiscriminator(stable_p))
     relabel(workspace, "a", MineConfig.tau_low, MineConfig.tau_high, positive_share=0.3)
     a, b = parts_of(workspace, "a"), parts_of(workspace, "b")
-    assert json.loads(a.pop("_meta.json")) == json.loads(b.pop("_meta.json"))
+    assert json.loads(a.pop("meta.json")) == json.loads(b.pop("meta.json"))
     assert a == b
     with pytest.raises(InputError, match="--positive-share 1"):
         relabel(workspace, "a", 0.5, 0.8, positive_share=1.0)
@@ -464,7 +464,7 @@ def test_a_killed_relabel_is_no_pass_and_goes_on_when_run_again(make_workspace: 
         write(path, table)
 
     with monkeypatch.context() as patched:
-        patched.setattr(atomic, "write_table", dies_at_the_second_part)
+        patched.setattr(tables, "write_table", dies_at_the_second_part)
         with pytest.raises(KeyboardInterrupt):
             relabel(workspace, "a", 0.1, 0.2)
     for config in (MineConfig(name="a"), MineConfig(name="a", tau_low=0.1, tau_high=0.2)):
@@ -475,7 +475,7 @@ def test_a_killed_relabel_is_no_pass_and_goes_on_when_run_again(make_workspace: 
     relabel(workspace, "a", 0.1, 0.2)
     mine_connections(workspace, MineConfig(name="b", tau_low=0.1, tau_high=0.2), TableDiscriminator(stable_p))
     a, b = parts_of(workspace, "a"), parts_of(workspace, "b")
-    assert json.loads(a.pop("_meta.json")) == json.loads(b.pop("_meta.json"))
+    assert json.loads(a.pop("meta.json")) == json.loads(b.pop("meta.json"))
     assert a == b
 
 
@@ -497,7 +497,7 @@ mine_connections(Workspace.open(sys.argv[1]), config, TableDiscriminator(deadly)
 """
 
 
-@pytest.mark.parametrize("last", ["_candidates/index.json", "part-00001.parquet", "_recorded/_part-00002.parquet"])
+@pytest.mark.parametrize("last", ["candidates/index.json", "part-00001.parquet", "recorded/part-00002.parquet"])
 def test_a_killed_pass_goes_on_to_the_same_bytes(
     make_workspace: MakeWorkspace, monkeypatch: pytest.MonkeyPatch, last: str
 ):
@@ -506,7 +506,7 @@ def test_a_killed_pass_goes_on_to_the_same_bytes(
     copy = workspace.root.parent / "copy"
     shutil.copytree(workspace.root, copy)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", KILLED, str(copy), str(copy / "edges/e" / last)]
+    command = [sys.executable, "-c", KILLED, str(copy), str(Workspace.open(copy).stage("edges/e").place(last))]
     assert subprocess.run(command, env=environment, stderr=subprocess.DEVNULL).returncode == -signal.SIGKILL
     config = MineConfig(name="e", score_recorded=True, positive_share=0.2)
     mine_connections(Workspace.open(copy), config, TableDiscriminator(stable_p))
@@ -522,10 +522,10 @@ def test_edges_open_in_other_programs(make_workspace: MakeWorkspace):
     summary = mine_connections(workspace, config, TableDiscriminator(stable_p))
     folder = workspace.root / "edges/e"
     wanted = summary.labels["positive"]
-    files = f"{folder}/*.parquet"
-    assert duckdb.sql(f"select count(*) from '{files}' where label = 'positive'").fetchall() == [(wanted,)]
-    frame = polars.scan_parquet(folder, hidden_file_prefix="_").collect()
-    assert frame.filter(polars.col("label") == "positive").height == wanted
+    for source in (f"'{folder}/*.parquet'", f"read_parquet('{folder}')"):
+        assert duckdb.sql(f"select count(*) from {source} where label = 'positive'").fetchall() == [(wanted,)]
+    for frame in (polars.read_parquet(folder), polars.scan_parquet(folder).collect()):
+        assert frame.filter(polars.col("label") == "positive").height == wanted
     assert (pandas.read_parquet(folder).label == "positive").sum() == wanted
     assert ds.dataset(folder).count_rows(ds.field("label").cast("string") == "positive") == wanted
     loaded = datasets.Dataset.from_parquet(sorted(map(str, folder.glob("part-*.parquet"))), cache_dir=str(folder / "c"))
@@ -553,4 +553,4 @@ def test_impossible_settings_are_refused(fields, message):
 def test_runs_are_removed_when_the_pass_is_done(make_workspace: MakeWorkspace):
     workspace = build(make_workspace)
     mine_connections(workspace, MineConfig(name="e"), TableDiscriminator(stable_p))
-    assert sorted(parts_of(workspace, "e")) == ["_meta.json", *(f"part-{s:05d}.parquet" for s in range(5))]
+    assert sorted(parts_of(workspace, "e")) == ["meta.json", *(f"part-{s:05d}.parquet" for s in range(5))]

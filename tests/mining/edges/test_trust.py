@@ -130,6 +130,6 @@ def test_what_an_older_record_lacks_is_not_measured(make_workspace: MakeWorkspac
     new = ("trust", "notes", "identity_bound", "outputs")
     meta = {key: value for key, value in stage.require().items() if key not in new}
     stage.write_meta(meta)
-    (stage.path / "_trust/_pairs.parquet").unlink()
+    stage.place("trust/pairs.parquet").unlink()
     info = EdgesInfo.read(stage)
     assert (info.trust, info.notes, info.identity_bound) == (None, (NOT_MEASURED,), 20)

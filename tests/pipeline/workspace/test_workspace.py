@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -101,7 +102,7 @@ def test_an_overwritten_stage_goes_out_of_the_way_whole_and_what_is_left_of_it_i
         patched.setattr(atomic, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             stage.begin({"seed": 2}, {}, overwrite=True)
-    assert not stage.path.exists()
+    assert list(stage.path.iterdir()) == []
     assert stage.workspace.names("groups") == []
     assert stage.begin({"seed": 2}, {})
     assert [path.name for path in stage.path.parent.iterdir()] == ["g"]
@@ -113,10 +114,53 @@ def test_files_without_their_record_are_refused_and_overwritten_on_request(make_
     stage.begin({}, {})
     atomic.write_bytes(stage.path / "part-00000.parquet", b"1")
     stage.record.unlink()
-    with pytest.raises(InputError, match=r"holds part-00000.parquet but no _meta.json.*--overwrite"):
+    with pytest.raises(InputError, match=r"holds part-00000.parquet but no meta.json.*--overwrite"):
         stage.begin({}, {})
     assert stage.begin({}, {}, overwrite=True)
-    assert [path.name for path in stage.path.iterdir()] == ["_meta.json"]
+    assert sorted(path.name for path in stage.path.parent.iterdir()) == [".e.record", "e"]
+    assert list(stage.path.iterdir()) == []
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2])
+def test_edges_are_the_old_ones_or_new_ones_wherever_overwriting_them_was_killed(
+    make_workspace: MakeWorkspace, monkeypatch, renames: int
+):
+    stage = make_workspace().stage("edges/e")
+    stage.begin({"seed": 1}, {})
+    for name in ("part-00000.parquet", "recorded/part-00000.parquet"):
+        atomic.write_bytes(stage.place(name), b"1")
+    stage.finish(["part-00000.parquet", "recorded/part-00000.parquet"])
+    rename, done = Path.rename, []
+
+    def killed(path: Path, target: Path) -> None:
+        if len(done) == renames:
+            raise KeyboardInterrupt
+        done.append(rename(path, target))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", killed)
+        patched.setattr(atomic, "write_json", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            stage.begin({"seed": 2}, {}, overwrite=True)
+    if renames:
+        assert stage.workspace.names("edges") == []
+        assert stage.begin({"seed": 2}, {})
+        assert sorted(path.name for path in stage.path.parent.rglob("*")) == [".e.record", "e", "meta.json"]
+    else:
+        assert not stage.begin({"seed": 1}, {})
+        assert [path.is_file() for path in stage.outputs()] == [True, True]
+
+
+def test_edges_whose_directory_was_removed_are_made_anew(make_workspace: MakeWorkspace):
+    workspace = make_workspace()
+    stage = workspace.stage("edges/e")
+    stage.begin({"seed": 1}, {})
+    atomic.write_bytes(stage.place("trust/pairs.parquet"), b"of the old ones")
+    stage.finish([])
+    shutil.rmtree(stage.path)
+    assert workspace.names("edges") == []
+    assert stage.begin({"seed": 2}, {})
+    assert [path.name for path in stage.beside.iterdir()] == ["meta.json"]
 
 
 def test_a_link_in_the_place_of_a_stage_is_not_overwritten(make_workspace: MakeWorkspace, tmp_path):

@@ -411,7 +411,7 @@ def test_doubted_pairs_are_left_out(workspace: Workspace):
         "pair_id": np.arange(2 * IMAGES),
         "match_probability": np.repeat(np.arange(IMAGES) >= 10, 2).astype(np.float32),
     }
-    scores = stage.path / "_recorded/_part-00000.parquet"
+    scores = stage.place("recorded/part-00000.parquet")
     tables.write_table(scores, pa.table(table))
     stage.list_beside([scores])
     values = {**FALCON, "edges": "made", "min_recorded_probability": 0.5, "epochs": 1, "search_space": 16}

@@ -411,7 +411,7 @@ def test_recorded_pairs_that_are_doubted_are_left_out(mafa_workspace: Workspace)
     p = {6: 0.4, 10: 0.1, 22: 0.1, 34: 0.1, 46: 0.1, 8: 0.5, 0: float("nan")}
     table = pa.table({"pair_id": list(p), "match_probability": pa.array(list(p.values()), pa.float32())})
     edges = mafa_workspace.stage("edges/made")
-    scores = edges.path / "_recorded/_part-00000.parquet"
+    scores = edges.place("recorded/part-00000.parquet")
     tables.write_table(scores, table)
     edges.list_beside([scores])
     summary = train(mafa_workspace, {**MAFA, "min_recorded_probability": 0.5}, run="r")

@@ -53,6 +53,12 @@ def shard_command(
     holdout: Annotated[
         float | None, typer.Option(help="Draw a share (below 1) or a number of the pictures as the split 'test'.")
     ] = None,
+    validation: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N", help="As --holdout, as the split 'validation', by which train keeps its best weights."
+        ),
+    ] = None,
     shuffle_captions: Annotated[
         float | None,
         typer.Option(
@@ -77,7 +83,7 @@ def shard_command(
     ] = False,
     shards: Annotated[str | None, typer.Option(help="Directory or fsspec URL for the tars.")] = None,
     workers: Annotated[int | None, typer.Option(help="Processes; default: one per processor.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the order and the holdout draw.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the order, and of what is held out.")] = 0,
     overwrite: OverwriteFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -106,6 +112,7 @@ def shard_command(
         header=not no_header,
         split=split,
         holdout=holdout,
+        validation=validation,
         shuffle_captions=shuffle_captions,
         max_pixels=MAX_PIXELS if max_pixels is None else max_pixels,
         images_per_shard=images_per_shard,

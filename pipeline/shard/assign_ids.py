@@ -6,6 +6,7 @@ It reads only parts and writes only whole files, so it can be killed and run aga
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
@@ -17,11 +18,11 @@ import pyarrow.compute as pc
 
 from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.files.digests import content_digests, digest_listed
-from fnpipe.pipeline.shard.order import held_out
+from fnpipe.pipeline.shard.order import draw_splits
 from fnpipe.pipeline.shard.repeats import Repeats
 from fnpipe.pipeline.shard.swap_captions import Swaps
 from fnpipe.pipeline.shard.write_shard import Tally, part_path, quarantine_path, read_tally
-from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA, PAIRS_SCHEMA, QUARANTINE_SCHEMA, SHUFFLED, TEST, TRAIN
+from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA, PAIRS_SCHEMA, QUARANTINE_SCHEMA, SHUFFLED, TRAIN
 
 
 @dataclass
@@ -61,7 +62,7 @@ def write_tables(
     parts: Path,
     shards: int,
     *,
-    holdout: float | None,
+    held_out: Mapping[str, float],
     shuffle: float | None = None,
     seed: int = 0,
     in_place: bool = False,
@@ -69,10 +70,11 @@ def write_tables(
     """Give image_id and pair_id in shard order and write ``pairs/`` and ``images/``; empty shards are passed over.
 
     Args:
+        held_out: the splits to draw from what the sources train on, each with a share of the pictures or their number.
         shuffle: the share of the train pairs that get each other's captions, by ``seed``; see `shuffling`.
     """
     done = Finished()
-    drawn = _draw(parts, shards, holdout)
+    drawn = _draw(parts, shards, held_out)
     swaps = None if shuffle is None else _swaps(parts, shards, drawn, shuffle, seed)
     repeated = _repeated_keys(parts, shards) if in_place else None
     ranks: dict[str, list[np.ndarray]] = {}
@@ -141,16 +143,15 @@ def write_quarantine(root: Path, parts: Path, shards: int, bad_rows: pa.Table, n
     return {entry["values"]: entry["counts"] for entry in sorted(counts, key=lambda entry: -entry["counts"])}
 
 
-def _draw(parts: Path, shards: int, holdout: float | None) -> pa.Array | None:
-    """The sorted ranks of the pictures that are held out, among those that the source does not hold out itself."""
-    if holdout is None:
-        return None
+def _draw(parts: Path, shards: int, held_out: Mapping[str, float]) -> dict[str, np.ndarray]:
+    """The ranks of the pictures of each split that is drawn, from those that the source does not hold out itself."""
+    if not held_out:
+        return {}
     found = []
     for shard in range(shards):
         part = tables.read_table(part_path(parts, shard), columns=["rank", "split"])
         found.append(np.unique(part.filter(_trained(part))["rank"].to_numpy()))
-    ranks = np.concatenate(found)
-    return np.unique(ranks[held_out(ranks, holdout)])
+    return draw_splits(np.concatenate(found), held_out)
 
 
 def _images_in(part: pa.Table) -> tuple[np.ndarray, np.ndarray]:
@@ -163,12 +164,12 @@ def _trained(part: pa.Table) -> pa.ChunkedArray:
     return pc.equal(pc.coalesce(part["split"], TRAIN), TRAIN)
 
 
-def _splits(part: pa.Table, drawn: np.ndarray | None) -> pa.ChunkedArray:
-    own = pc.coalesce(part["split"], TRAIN)
-    if drawn is None:
-        return own
-    mine = pc.and_(_trained(part), pa.array(np.isin(part["rank"].to_numpy(), drawn)))
-    return pc.if_else(mine, TEST, own)
+def _splits(part: pa.Table, drawn: Mapping[str, np.ndarray]) -> pa.ChunkedArray:
+    splits = pc.coalesce(part["split"], TRAIN)
+    for split, ranks in drawn.items():
+        mine = pc.and_(_trained(part), pa.array(np.isin(part["rank"].to_numpy(), ranks)))
+        splits = pc.if_else(mine, split, splits)
+    return splits
 
 
 def _straddling(ranks: dict[str, list[np.ndarray]]) -> Counter[tuple[str, ...]]:
@@ -184,7 +185,7 @@ def _straddling(ranks: dict[str, list[np.ndarray]]) -> Counter[tuple[str, ...]]:
     )
 
 
-def _swaps(parts: Path, shards: int, drawn: np.ndarray | None, share: float, seed: int) -> Swaps:
+def _swaps(parts: Path, shards: int, drawn: Mapping[str, np.ndarray], share: float, seed: int) -> Swaps:
     """Which captions change places; holds the captions of all pairs, unlike everything else here."""
     columns_of, images = [], 0
     for shard in range(shards):
@@ -198,7 +199,9 @@ def _swaps(parts: Path, shards: int, drawn: np.ndarray | None, share: float, see
     return Swaps(pa.concat_tables(columns_of), TRAIN, share, seed)
 
 
-def _pairs(part: pa.Table, number: int, image_ids: np.ndarray, first_pair: int, drawn: np.ndarray | None) -> pa.Table:
+def _pairs(
+    part: pa.Table, number: int, image_ids: np.ndarray, first_pair: int, drawn: Mapping[str, np.ndarray]
+) -> pa.Table:
     n = len(part)
     columns = {
         "pair_id": pa.array(first_pair + np.arange(n, dtype=np.int64)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+from collections.abc import Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -67,19 +68,22 @@ def shard_rows(groups: np.ndarray, seed: int, images_per_shard: int) -> tuple[np
     return order, positions, bounds.astype(np.int64)
 
 
-def held_out(ranks: np.ndarray, amount: float) -> np.ndarray:
-    """Draw pictures for the test split.
+def draw_splits(ranks: np.ndarray, amounts: Mapping[str, float]) -> dict[str, np.ndarray]:
+    """Draw the pictures of splits, one split behind the other.
 
     Args:
         ranks: (images,) uint64, a pseudo-random number per picture: equal pictures have equal ranks.
-        amount: a share of the pictures below 1, or their number.
+        amounts: of each split a share of the pictures below 1, or their number.
 
     Returns:
-        (images,) bool; equal pictures are drawn together.
+        Of each split the ranks of its pictures, ascending; none is in two.
     """
     pictures = np.unique(ranks)
-    count = round(amount * len(pictures)) if amount < 1 else min(int(amount), len(pictures))
-    return np.isin(ranks, pictures[:count])
+    n, drawn = len(pictures), {}
+    for split, amount in amounts.items():
+        count = round(amount * n) if amount < 1 else int(amount)
+        drawn[split], pictures = pictures[:count], pictures[count:]
+    return drawn
 
 
 def _codes(paths: pa.ChunkedArray) -> np.ndarray:

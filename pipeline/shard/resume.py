@@ -91,11 +91,12 @@ def _refuse_other_shards(shards: str | None) -> None:
 
 def _refuse_mixing(root: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     pairs = [("sources", _paths(before), _paths(now))]
-    pairs += [(f"--{key.replace('_', '-')}", before["params"].get(key), value) for key, value in now["params"].items()]
-    for what, old, new in pairs:
-        if old != new:
+    old, new = before["params"], now["params"]
+    pairs += [(f"--{key.replace('_', '-')}", old.get(key), new.get(key)) for key in {**new, **old}]
+    for what, earlier, present in pairs:
+        if earlier != present:
             raise InputError(
-                f"{root}: started with {what} {_shown(old)}, now {_shown(new)}; use another workspace, "
+                f"{root}: started with {what} {_shown(earlier)}, now {_shown(present)}; use another workspace, "
                 "or --overwrite to start afresh"
             )
 

@@ -34,7 +34,7 @@ from fnpipe.pipeline.sources.source import ReadOptions, Source
 from fnpipe.pipeline.sources.texts import require_way
 from fnpipe.pipeline.workspace.manifest import MANIFEST
 from fnpipe.pipeline.workspace.record import FORMAT_VERSION
-from fnpipe.pipeline.workspace.schemas import PARTS
+from fnpipe.pipeline.workspace.schemas import PARTS, TEST, VALIDATION
 from fnpipe.pipeline.workspace.sharded_tars import describe_in_place
 
 _USUAL_SPLITS = ("train", "val", "validation", "dev", "test")
@@ -47,6 +47,7 @@ class ShardConfig:
     Attributes:
         captions: what a text stands for, one of `texts.WAYS`; None: one caption.
         holdout: a share of the pictures below 1, or their number, drawn as the split ``test``.
+        validation: as much again for the split ``validation``, by which training chooses its best weights.
         shuffle_captions: a share of the train pairs that get each other's captions, for experiments with noisy data;
             ``shuffled.parquet`` lists them, and the tars keep what the source says.
         shards: an fsspec URL for the tars; None puts them into the workspace.
@@ -61,6 +62,7 @@ class ShardConfig:
     header: bool = True
     split: str | None = None
     holdout: float | None = None
+    validation: float | None = None
     shuffle_captions: float | None = None
     max_pixels: int = MAX_PIXELS
     images_per_shard: int = 1000
@@ -82,8 +84,9 @@ class ShardConfig:
             if value is not None and value < 1:
                 raise InputError(f"{name} {value}: at least 1")
         require_way(self.captions)
-        if self.holdout is not None and (not self.holdout > 0 or (self.holdout > 1 and self.holdout % 1)):
-            raise InputError(f"--holdout {self.holdout:g}: a share between 0 and 1, or a whole number of pictures")
+        for flag, amount in (("--holdout", self.holdout), ("--validation", self.validation)):
+            if amount is not None and (not amount > 0 or (amount > 1 and amount % 1)):
+                raise InputError(f"{flag} {amount:g}: a share between 0 and 1, or a whole number of pictures")
         if self.shuffle_captions is not None and not 0 < self.shuffle_captions <= 1:
             raise InputError(f"--shuffle-captions {self.shuffle_captions:g}: a share above 0, at most 1")
         if not 0 <= self.seed < 1 << 63:
@@ -94,8 +97,15 @@ class ShardConfig:
             raise InputError("--in-place copies nothing, so it takes neither --resize nor --shards")
 
     def params(self) -> dict[str, Any]:
-        """Everything that changes the bytes of the result."""
-        return {name: value for name, value in asdict(self).items() if name != "workers"}
+        """Everything that changes the bytes of the result; keys that 0.1.0 did not have only where they are given."""
+        left_out = {"workers", *(["validation"] if self.validation is None else [])}
+        return {name: value for name, value in asdict(self).items() if name not in left_out}
+
+    @property
+    def held_out(self) -> dict[str, float]:
+        """The splits that are drawn, each with its share of the pictures or their number."""
+        amounts = {TEST: self.holdout, VALIDATION: self.validation}
+        return {split: amount for split, amount in amounts.items() if amount is not None}
 
     def read_options(self) -> ReadOptions:
         return ReadOptions(
@@ -186,10 +196,7 @@ def _run(
             plan.cut_by_tar()
         else:
             plan.cut_by_order(config.seed, config.images_per_shard)
-        if config.holdout is not None and config.holdout >= max(plan.n_images, 1):
-            raise InputError(
-                f"--holdout {config.holdout:g}: there are {plan.n_images:,} images; leave some to train on"
-            )
+        _require_some_to_train_on(config, plan.n_images)
         digest = plan.write(parts)
         if before.get("rows_digest", digest) != digest:
             if before.get("complete"):
@@ -209,6 +216,14 @@ def _run(
     atomic.write_json(root / MANIFEST, manifest)
     shutil.rmtree(parts)
     return manifest
+
+
+def _require_some_to_train_on(config: ShardConfig, images: int) -> None:
+    amounts = config.held_out
+    if sum(amount * images if amount < 1 else amount for amount in amounts.values()) >= max(images, 1):
+        flags = {TEST: "--holdout", VALIDATION: "--validation"}
+        given = " and ".join(f"{flags[split]} {amount:g}" for split, amount in amounts.items())
+        raise InputError(f"{given}: there are {images:,} images; leave some to train on")
 
 
 def _pin(sources: list[Source], before: dict[str, Any], begun: dict[str, Any]) -> None:
@@ -252,7 +267,7 @@ def _finish(root: Path, parts: Path, plan: Plan, config: ShardConfig, begun: dic
         root,
         parts,
         plan.n_shards,
-        holdout=config.holdout,
+        held_out=config.held_out,
         shuffle=config.shuffle_captions,
         seed=config.seed,
         in_place=config.in_place,

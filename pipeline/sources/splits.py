@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -85,6 +85,12 @@ def split_of_folder(name: str) -> str | None:
 def is_split(split: str | None, wanted: str) -> bool:
     """Whether a row of ``split`` belongs to the one asked for; rows of no split are of ``train``."""
     return (split or TRAIN) == wanted or split_of_value(split or TRAIN) == split_of_value(wanted)
+
+
+def split_to_choose_by(splits: Collection[str]) -> str | None:
+    """The split that training evaluates on unless it is told: the validation split, else ``test``, else None."""
+    # The words of `datasets` for it; a workspace may hold one as its source had it.
+    return next((name for name in ("validation", "valid", "val", "dev", "test") if name in splits), None)
 
 
 def rows_of_split(where: str, rows: pa.Table, wanted: str) -> pa.Table:

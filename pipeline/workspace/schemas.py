@@ -60,8 +60,6 @@ SHUFFLED_SCHEMA = pa.schema(
 )
 
 
-TEST, TRAIN = "test", "train"
-
-
+TRAIN, VALIDATION = "train", "validation"
 # The split to evaluate on, where there is one. Weights are never chosen by it: what it says of them would be too good.
 TEST = "test"

@@ -9,7 +9,7 @@ from dataclasses import MISSING, dataclass
 from typing import Any, ClassVar, Literal
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace.schemas import TEST
+from fnpipe.pipeline.sources.splits import split_to_choose_by
 from fnpipe.train.keys import check, option
 from fnpipe.train.model.adapter import AdapterNet
 from fnpipe.train.model.vacsr import ADAPTER, HIDDEN, TILE, VACSR, VacsrNet
@@ -45,8 +45,8 @@ class FrozenConfig(ABC):
     evaluate_every: int = option(0, "epochs between evaluations; 0: after the last one alone.", low=0)
     evaluate_on: str | None = option(
         None,
-        "the split (None: test if there is one, else no evaluation). Of a split other than test the best weights are "
-        "kept.",
+        "the split (None: validation if there is one, else test, else no evaluation). Of a split other than test the "
+        "best weights are kept.",
     )
     evaluate_images: int = option(1000, "evaluate on so many images at most while training.", low=1)
     checkpoint_steps: int = option(1000, "write last so often, besides at the end of every epoch.", low=1)
@@ -158,7 +158,7 @@ def resolve_frozen(
         "embeddings": embeddings,
         "epochs": config.epochs or max(1, round(STEPS / batches_per_epoch)),
         "batch_size": batch_size,
-        "evaluate_on": config.evaluate_on or (TEST if TEST in splits else None),
+        "evaluate_on": config.evaluate_on or split_to_choose_by(splits),
         "device": device,
         "hidden": config.hidden_units(width),
     }

@@ -192,6 +192,9 @@ def _prepare(
     batches = len(inputs.source.epoch(0))
     if not batches:
         raise InputError(f"{workspace.root}: no batch to train on; every pair of it has no embedding")
+    if before is not None:
+        # What a run was begun with stays; the rule by which it was chosen may be another one today.
+        config = dataclasses.replace(config, evaluate_on=before["config"]["evaluate_on"])
     config = resolve_frozen(
         config,
         embeddings=inputs.embeddings.name,

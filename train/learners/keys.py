@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace.schemas import TEST
+from fnpipe.pipeline.sources.splits import split_to_choose_by
 from fnpipe.train.falcon.keys import (
     FALCON,
     ITG,
@@ -141,7 +141,7 @@ def resolve(
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if cuda and bf16 else "fp32"
-    evaluate_on = config.evaluate_on or (TEST if TEST in splits else None)
+    evaluate_on = config.evaluate_on or split_to_choose_by(splits)
     total = epochs * steps_per_epoch
     return dataclasses.replace(
         config,

@@ -114,6 +114,9 @@ def _prepare(
         and inputs.stream is None
         and fits_in_memory(len(inputs.image_ids), model.image_size, config.cache_mib << 20)
     )
+    if before is not None:
+        # What a run was begun with stays; the rule by which it was chosen may be another one today.
+        config = dataclasses.replace(config, evaluate_on=before["config"]["evaluate_on"])
     config = resolve(
         config,
         architecture=architecture,

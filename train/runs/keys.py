@@ -127,7 +127,11 @@ class RunKeys:
         None, "mirror half the pictures (None: as the papers do, but not for fnpipe-tiny: captions say left and right)."
     )
     evaluate_every: int = option(1, "epochs between evaluations on evaluate_on; 0: never.", low=0)
-    evaluate_on: str | None = option(None, "the split (None: test if there is one, else no evaluation).")
+    evaluate_on: str | None = option(
+        None,
+        "the split (None: validation if there is one, else test, else no evaluation). Of a split other than test the "
+        "best weights are kept.",
+    )
     evaluate_images: int = option(1000, "evaluate on so many images at most while training.", low=1)
     checkpoint_steps: int = option(1000, "write last so often, besides at the end of every epoch.", low=1)
     keep_every: int = option(0, "keep the checkpoint of every N-th epoch; 0: only last and best.", low=0)

@@ -177,6 +177,35 @@ def test_holdout_draws_pictures_by_their_bytes(make_pairs: MakePairs, shard_to: 
     assert shard_to("again", source, holdout=holdout).splits() == {"test": 3 * count, "train": 60 - 3 * count}
 
 
+def test_a_validation_split_is_drawn_beside_the_test_split(make_pairs: MakePairs, shard_to: Shard):
+    source = make_pairs(20)
+    rows = json.loads(source.read_text())
+    for i in range(20):  # every picture a second time under another name
+        shutil.copy(source.parent / rows[i]["image"], source.parent / f"copy{i}.png")
+        rows.append({"image": f"copy{i}.png", "caption": f"copy {i}"})
+    source.write_text(json.dumps(rows))
+    splits_of: dict[str, dict[str, set[str]]] = {}
+    for name, flags in {"one": {}, "both": {"validation": 0.1}}.items():
+        pairs = shard_to(name, source, holdout=0.2, **flags).read_pairs().to_pylist()
+        splits_of[name] = {
+            split: {pair["image_sha256"] for pair in pairs if pair["split"] == split}
+            for split in ("train", "validation", "test")
+        }
+    one, both = splits_of["one"], splits_of["both"]
+    assert {split: len(pictures) for split, pictures in both.items()} == {"train": 14, "validation": 2, "test": 4}
+    assert both["test"] == one["test"]
+    assert both["train"] | both["validation"] == one["train"]
+    assert not both["train"] & both["validation"]
+
+
+def test_a_workspace_without_a_validation_split_records_no_such_parameter(make_pairs: MakePairs, shard_to: Shard):
+    source = make_pairs(8)
+    assert "validation" not in shard_to("without", source).manifest["params"]
+    assert shard_to("with", source, validation=2).manifest["params"]["validation"] == 2
+    with pytest.raises(InputError, match="started with --validation 2, now not given"):
+        shard_to("with", source)
+
+
 def test_a_split_of_the_source_stays_and_the_rest_is_drawn(tmp_path: Path, shard_to: Shard):
     images = []
     for i in range(12):
@@ -546,8 +575,11 @@ def test_parts_that_a_kill_left_behind_a_finished_run_are_removed(make_pairs: Ma
 
 
 def test_a_holdout_of_everything_is_refused(make_pairs: MakePairs, shard_to: Shard, tmp_path: Path):
+    source = make_pairs(4)
     with pytest.raises(InputError, match="--holdout 4: there are 4 images"):
-        shard_to("workspace", make_pairs(4), holdout=4)
+        shard_to("workspace", source, holdout=4)
+    with pytest.raises(InputError, match=r"--holdout 0\.5 and --validation 2: there are 4 images"):
+        shard_to("workspace", source, holdout=0.5, validation=2)
     assert not (tmp_path / "workspace").exists()
 
 
@@ -579,7 +611,15 @@ def test_a_tar_written_anew_at_its_old_place_is_read_anew(make_pairs: MakePairs,
 
 @pytest.mark.parametrize(
     "options",
-    [{"images_per_shard": 0}, {"holdout": 0}, {"holdout": 1.5}, {"seed": -1}, {"verify": True}, {"workers": 0}],
+    [
+        {"images_per_shard": 0},
+        {"holdout": 0},
+        {"holdout": 1.5},
+        {"validation": 0},
+        {"seed": -1},
+        {"verify": True},
+        {"workers": 0},
+    ],
 )
 def test_a_flag_out_of_range_is_refused(options: dict[str, Any]):
     with pytest.raises(InputError, match="--"):

@@ -23,7 +23,7 @@ from fnpipe.pipeline.files.tar_writer import TarWriter
 from fnpipe.pipeline.files.urls import expand_braces
 from fnpipe.pipeline.images.decode import BadImage, decode_rgb
 from fnpipe.pipeline.images.reader import ImageReader, ImageRequest
-from fnpipe.pipeline.shard.order import held_out, image_groups, seeded_order, shard_rows
+from fnpipe.pipeline.shard.order import draw_splits, image_groups, seeded_order, shard_rows
 from fnpipe.pipeline.sources import json_stream as jsonstream
 from fnpipe.pipeline.sources.captions import clean_caption
 from fnpipe.pipeline.sources.json_stream import JsonStream
@@ -465,13 +465,13 @@ def test_one_file_by_two_spellings_is_one_image_but_not_across_sources():
     assert len(set(groups)) == 5
 
 
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=40), st.floats(0.01, 0.99))
-def test_a_holdout_draws_whole_pictures(ranks: list[int], share: float):
-    array = np.array(ranks, np.uint64)
-    drawn = held_out(array, share)
-    assert set(array[drawn]).isdisjoint(array[~drawn])
-    assert len(set(array[drawn])) == round(share * len(set(ranks)))
-    assert len(set(array[held_out(array, 3)])) == min(3, len(set(ranks)))
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=40), st.floats(0.01, 0.49), st.integers(1, 5))
+def test_splits_are_drawn_by_whole_pictures_one_behind_the_other(ranks: list[int], share: float, number: int):
+    pictures = sorted(set(ranks))
+    first, second = round(share * len(pictures)), round(share * len(pictures)) + number
+    drawn = draw_splits(np.array(ranks, np.uint64), {"test": share, "validation": number})
+    assert drawn["test"].tolist() == pictures[:first]
+    assert drawn["validation"].tolist() == pictures[first:second]
 
 
 # Pictures that the set of awkward inputs does not hold

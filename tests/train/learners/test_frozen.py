@@ -219,8 +219,8 @@ def test_mined_positives_are_positives(make_workspace: MakeWorkspace):
 def test_the_best_weights_are_kept_of_a_split_that_is_not_test(make_workspace: MakeWorkspace):
     splits = ["train"] * 40 + ["val"] * 10 + ["test"] * 10
     workspace = make_workspace(60, embeddings=arrays(60), splits=splits)
-    trained(workspace, "on-val", method="adapter", evaluate_on="val", evaluate_every=1)
-    trained(workspace, "on-test", method="adapter", evaluate_every=1)
+    trained(workspace, "on-val", method="adapter", evaluate_every=1)
+    trained(workspace, "on-test", method="adapter", evaluate_on="test", evaluate_every=1)
     runs = workspace.root / "runs"
     of_val, of_test = ({p.name for p in (runs / run / "checkpoints").iterdir()} for run in ("on-val", "on-test"))
     assert of_val - of_test == {"best.safetensors"}

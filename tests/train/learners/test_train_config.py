@@ -94,6 +94,8 @@ def test_a_tiny_run_is_as_long_on_little_data_as_on_much():
 def test_without_a_held_out_split_nothing_is_evaluated():
     assert resolved(TrainConfig(method="itc"), splits=["train"]).evaluate_every == 0
     assert resolved(TrainConfig(method="itc")).evaluate_on == "test"
+    assert resolved(TrainConfig(method="itc"), splits=["test", "train", "val"]).evaluate_on == "val"
+    assert resolved(TrainConfig(method="itc"), splits=["test", "train", "validation"]).evaluate_on == "validation"
     assert resolved(TrainConfig(method="itc", evaluate_on="val"), splits=["train"]).evaluate_on == "val"
 
 

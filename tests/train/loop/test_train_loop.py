@@ -339,9 +339,8 @@ def test_a_plan_or_edges_of_other_pairs_are_refused(make_workspace: MakeWorkspac
 
 
 def test_a_run_evaluates_keeps_its_best_weights_and_draws_its_losses(make_workspace: MakeWorkspace):
-    workspace = make_workspace(16, splits=["train"] * 12 + ["val"] * 4)
-    values = {**FAST, "method": "albef", "batch_size": 4, "keep_every": 2, "tensorboard": True}
-    values |= {"evaluate_every": 1, "evaluate_on": "val"}
+    workspace = make_workspace(20, splits=["train"] * 12 + ["val"] * 4 + ["test"] * 4)
+    values = {**FAST, "method": "albef", "batch_size": 4, "keep_every": 2, "tensorboard": True, "evaluate_every": 1}
     summary = train(workspace, values, run="r")
     directory = workspace.root / "runs/r"
     evaluations = read_metrics(directory, "evaluation")

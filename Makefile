@@ -20,6 +20,7 @@ lint: $(INSTALLED_DEV)
 	$(BIN)/ruff format --check .
 	mkdir -p build/types/fnpipe
 	for p in pipeline mining train cli; do ln -sfn $(CURDIR)/$$p build/types/fnpipe/$$p; done
+	for f in __init__.py py.typed; do ln -sfn $(CURDIR)/api/$$f build/types/fnpipe/$$f; done
 	MYPYPATH=build/types $(BIN)/mypy -p fnpipe
 	$(BIN)/pytest tests/test_project.py
 

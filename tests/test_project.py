@@ -41,7 +41,7 @@ FLOORS = (
     ("pipeline.sources", "pipeline.workspace"),
     ("pipeline.images",),
     ("pipeline.files", "pipeline.machine"),
-    ("pipeline.errors", "pipeline.made_by"),
+    ("pipeline.errors", "pipeline.made_by", "pipeline.on_demand"),
 )
 # What is still to be taken apart.
 CROWDED = ("pipeline.sources",)
@@ -197,7 +197,7 @@ def test_the_libraries_for_search_shards_and_data_sets_carry_the_product(package
 
 def test_a_plain_install_puts_only_fnpipe_on_the_path(tmp_path: Path):
     tree = tmp_path / "tree"
-    wanted = [*PACKAGES, "pyproject.toml", "README.md", "LICENSE"]
+    wanted = [*PACKAGES, "api", "pyproject.toml", "README.md", "LICENSE"]
     tree.mkdir()
     for name in wanted:
         source = ROOT / name
@@ -212,6 +212,7 @@ def test_a_plain_install_puts_only_fnpipe_on_the_path(tmp_path: Path):
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert top == {"fnpipe"}
+    assert {"fnpipe/__init__.py", "fnpipe/py.typed"} <= set(names)
     for package in PACKAGES:
         assert f"fnpipe/{package}/py.typed" in names
     modules = {

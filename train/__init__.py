@@ -1,19 +1,14 @@
-"""Training: batches, model, losses, loop, runs. ``load_run`` is here because it is what other programs ask for."""
+"""From batches and edges to a trained model: data, models, losses, the loop, runs, evaluation and reports."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fnpipe.pipeline.on_demand import on_demand
 
 if TYPE_CHECKING:
-    from fnpipe.train.model.load import load_run
+    from fnpipe.train.model.load import load_run as load_run
 
 __all__ = ["load_run"]
 
-
-def __getattr__(name: str) -> Any:
-    """`load_run` when it is first asked for: importing this package must not load torch."""
-    if name != "load_run":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from fnpipe.train.model.load import load_run
-
-    return load_run
+__getattr__ = on_demand(__name__, {"fnpipe.train.model.load": ("load_run",)})

@@ -1,0 +1,90 @@
+"""What other programs ask of fnpipe; this file is installed as ``fnpipe/__init__.py``.
+
+    import fnpipe
+
+    workspace = fnpipe.open("work")
+    edges = fnpipe.read_edges(workspace.stage("edges/itm"))  # a pyarrow table, one row per judged connection
+    model = fnpipe.load_run("work/runs/mafa")
+
+Every name is that of a package below, and is imported when it is first used: ``import fnpipe`` alone loads neither
+torch nor pyarrow.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fnpipe.pipeline.on_demand import on_demand
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from fnpipe.mining import EdgeLookup as EdgeLookup
+    from fnpipe.mining import EdgesInfo as EdgesInfo
+    from fnpipe.mining import Graph as Graph
+    from fnpipe.mining import Truth as Truth
+    from fnpipe.mining import grit_order as grit_order
+    from fnpipe.mining import label_candidates as label_candidates
+    from fnpipe.mining import read_edges as read_edges
+    from fnpipe.mining import read_plan as read_plan
+    from fnpipe.pipeline import Embeddings as Embeddings
+    from fnpipe.pipeline import InputError as InputError
+    from fnpipe.pipeline import Workspace as Workspace
+    from fnpipe.pipeline import decode_rgb as decode_rgb
+    from fnpipe.train import load_run as load_run
+
+    __version__: str
+
+__all__ = [
+    "EdgeLookup",
+    "EdgesInfo",
+    "Embeddings",
+    "Graph",
+    "InputError",
+    "Truth",
+    "Workspace",
+    "__version__",
+    "decode_rgb",
+    "grit_order",
+    "label_candidates",
+    "load_run",
+    "open",
+    "read_edges",
+    "read_plan",
+]
+
+_on_demand = on_demand(
+    __name__,
+    {
+        "fnpipe.mining": (
+            *("EdgeLookup", "EdgesInfo", "Graph", "Truth"),
+            *("grit_order", "label_candidates", "read_edges", "read_plan"),
+        ),
+        "fnpipe.pipeline": ("Embeddings", "InputError", "Workspace", "decode_rgb"),
+        "fnpipe.train": ("load_run",),
+    },
+)
+
+
+def open(path: str | Path) -> Workspace:
+    """Open a workspace that ``fnpipe shard`` has finished.
+
+    Raises:
+        InputError: there is none, it was not finished, or its record is damaged.
+    """
+    from fnpipe.pipeline.workspace.workspace import Workspace
+
+    return Workspace.open(path)
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, when they are first asked for."""
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("fnpipe")
+    return _on_demand(name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,4 +1,4 @@
-"""The command line: one thin module per group of commands; here, how they end and how they print."""
+"""The command line: what its commands share, and how they print."""
 
 from __future__ import annotations
 
@@ -42,6 +42,10 @@ _LONGEST_LINE = 2000
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
 WorkspaceArgument = Annotated[str, typer.Argument(metavar="WORKSPACE", help="The workspace directory.")]
+EdgesOption = Annotated[str | None, typer.Option("--edges", help="Which edges; the only ones there are if not given.")]
+EmbeddingsOption = Annotated[
+    str | None, typer.Option("--embeddings", help="Which embeddings; the only ones there are if not given.")
+]
 OverwriteFlag = Annotated[bool, typer.Option("--overwrite", help="Throw away what is there and start afresh.")]
 
 

@@ -1,4 +1,4 @@
-"""The whole command line: every command registered, run, and ended with its exit code."""
+"""The whole command line: every command by its name, run, and ended with its exit code."""
 
 from __future__ import annotations
 
@@ -12,9 +12,43 @@ from types import FrameType
 import typer
 
 from fnpipe.cli.app import _LONGEST_LINE, app
-from fnpipe.cli.commands import data, demo, embed, graph, mine, report, train  # noqa: F401  registers every command
+from fnpipe.cli.commands.audit import audit_command
+from fnpipe.cli.commands.build_graph import build_graph_command
+from fnpipe.cli.commands.demo import demo_command
+from fnpipe.cli.commands.embed import embed_command
+from fnpipe.cli.commands.evaluate import evaluate_command
+from fnpipe.cli.commands.export import export_command
+from fnpipe.cli.commands.export_model import export_model_command
+from fnpipe.cli.commands.group import group_command
+from fnpipe.cli.commands.inspect import inspect_command
+from fnpipe.cli.commands.mine_connections import mine_connections_command, relabel_command
+from fnpipe.cli.commands.report import report_command
+from fnpipe.cli.commands.shard import shard_command
+from fnpipe.cli.commands.status import status_command
+from fnpipe.cli.commands.train import train_command
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.shown import shown
+
+# In the order in which the help lists them.
+COMMANDS = (
+    shard_command,
+    status_command,
+    demo_command,
+    embed_command,
+    build_graph_command,
+    group_command,
+    audit_command,
+    mine_connections_command,
+    relabel_command,
+    inspect_command,
+    export_command,
+    report_command,
+    train_command,
+    evaluate_command,
+    export_model_command,
+)
+for command in COMMANDS:
+    app.command(command.__name__.removesuffix("_command").replace("_", "-"))(command)
 
 # What the system says of a path; where the user has named it, there is nothing to repair in the program.
 _PATH_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)

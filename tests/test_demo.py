@@ -12,9 +12,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from fnpipe.cli.commands.demo import DemoConfig, first_look, run_demo
+from fnpipe.cli.commands.demo import first_look
 from fnpipe.cli.main import run
 from fnpipe.pipeline.errors import InputError
+from fnpipe.train.demo import DemoConfig, run_demo
 
 SMALL = DemoConfig(scenes=360, holdout=104, batch_size=16, search_space=128, epochs=2, candidates=4)
 

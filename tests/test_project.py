@@ -46,8 +46,6 @@ FLOORS = (
 # What is still to be taken apart.
 CROWDED = ("pipeline.sources",)
 LONG = (
-    "cli.commands.demo",
-    "cli.commands.mine",
     "mining.plans.stage",
     "pipeline.embed.import_clip_retrieval",
     "train.data.batches",

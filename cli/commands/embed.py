@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, app, emit
+from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, emit
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.shown import shown
 from fnpipe.train.judges.specs import load_encoder
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from fnpipe.pipeline.workspace.workspace import Workspace
 
 
-@app.command("embed")
 def embed_command(
     workspace: WorkspaceArgument,
     model: Annotated[

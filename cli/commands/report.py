@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fnpipe.cli.app import JsonFlag, app, emit
+from fnpipe.cli.app import JsonFlag, emit
 from fnpipe.pipeline.machine.shown import shown
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from fnpipe.train.reports.report import Report
 
 
-@app.command("report")
 def report_command(
     runs: Annotated[
         list[str], typer.Argument(metavar="RUN...", help="Directories of runs; a workspace stands for all its runs.")

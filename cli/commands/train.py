@@ -1,4 +1,4 @@
-"""``fnpipe train``, ``fnpipe evaluate`` and ``fnpipe export-model``."""
+"""``fnpipe train``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Annotated, Any
 
 import typer
 
-from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, app, emit
+from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, emit
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.shown import shown
 
 
-@app.command("train")
 def train_command(
     workspace: WorkspaceArgument = "",
     method: Annotated[
@@ -118,125 +117,6 @@ def train_command(
         emit(summary, json_, lambda: _print_training(workspace, summary))
 
 
-@app.command("evaluate")
-def evaluate_command(
-    workspace: WorkspaceArgument,
-    run: Annotated[
-        str | None,
-        typer.Option(help="Evaluate this run's best weights (adapter, vacsr: also another workspace's, by path)."),
-    ] = None,
-    embeddings: Annotated[
-        str | None,
-        typer.Option(help="Evaluate stored embeddings; with a run of adapter or vacsr: by it, on these."),
-    ] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="best, last, or epoch-004. Default: best if there is one, else last.")
-    ] = None,
-    on: Annotated[str | None, typer.Option(help="A split, or all. Default: test if there is one, else all.")] = None,
-    truth: Annotated[str | None, typer.Option(help="Truth file: R-Precision and mAP@R as well.")] = None,
-    eccv: Annotated[
-        bool, typer.Option("--eccv", help="COCO's 5k test: COCO 1k and 5k, CxC, ECCV Caption (fnpipe[eval]).")
-    ] = False,
-    coco_captions: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="With --eccv: captions_val2014.json or dataset_coco.json, for caption ids."),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Candidates per query that the ITM head puts in order. Default: 24.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    json_: JsonFlag = False,
-) -> None:
-    """Measure retrieval in both directions, by the two towers alone and re-ranked by the ITM head.
-
-    Equal scores count as ties: every figure is the mean over their orders. --eccv takes COCO's 5,000 test images by
-    their file names, and their captions by COCO's captions file (or Karpathy's): --coco-captions, or what the
-    workspace was made from; without one, by their order in the source.
-
-    Example: fnpipe evaluate ws --run mafa --on test --truth truth.parquet
-    """
-    if run is None and embeddings is None:
-        raise InputError("evaluate takes one of --run NAME and --embeddings NAME")
-    if top_k is not None and top_k < 1:
-        raise InputError(f"--top-k is {top_k}; it must be at least 1")
-    if run is None and (top_k is not None or checkpoint is not None):
-        what = f"--top-k {top_k}" if top_k is not None else f"--checkpoint {checkpoint}"
-        raise InputError(f"{what} goes with --run; without one the stored vectors are compared as they are")
-    if eccv and (on is not None or truth is not None):
-        raise InputError("--eccv brings its own images and its own truth; leave --on and --truth out")
-    if coco_captions is not None and not eccv:
-        raise InputError("--coco-captions goes with --eccv")
-
-    from fnpipe.pipeline.workspace.workspace import Workspace
-
-    opened = Workspace.open(workspace)
-    from fnpipe.mining.data.truth import Truth
-    from fnpipe.train.evaluation.queries import read_queries  # torch loads here
-
-    known = Truth.read(truth, opened) if truth is not None else None
-    measure, matched = None, {}
-    if eccv:
-        from fnpipe.train.evaluation.coco import coco_queries
-        from fnpipe.train.evaluation.eccv import read_coco_test
-
-        test = read_coco_test()
-        queries, matched["captions_by"] = coco_queries(opened, test, coco_captions)
-        measure = test.figures
-    else:
-        queries = read_queries(opened, on)
-    if run is None:
-        from fnpipe.pipeline.workspace.embeddings import Embeddings
-        from fnpipe.train.evaluation.retrieval import evaluate_embeddings
-
-        found = evaluate_embeddings(Embeddings.open(opened, embeddings), queries, known, measure=measure)
-    else:
-        from fnpipe.train.methods import evaluate_run
-
-        found = evaluate_run(
-            opened,
-            run,
-            queries,
-            known,
-            embeddings=embeddings,
-            checkpoint=checkpoint or "best-or-last",
-            top_k=top_k,
-            device=device,
-            measure=measure,
-        )
-    summary = {"run": run, "embeddings": embeddings, "default_split": on is None and not eccv, **matched, **found}
-    if run is not None:
-        from fnpipe.train.runs.directory import keep_evaluation
-
-        keep_evaluation(opened, run, "eccv" if eccv else found["on"], summary)
-    emit(summary, json_, lambda: _print_eccv(summary) if eccv else _print_figures(summary))
-
-
-@app.command("export-model")
-def export_model_command(
-    workspace: WorkspaceArgument,
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="A new directory to write to.")],
-    run: Annotated[str, typer.Option(help="The run whose weights are written.")],
-    checkpoint: Annotated[str, typer.Option(help="best-or-last, best, last, or epoch-004.")] = "best-or-last",
-    json_: JsonFlag = False,
-) -> None:
-    """Write the two towers of a run for open_clip, which then gives the same embeddings.
-
-    Example: fnpipe export-model ws exported --run mafa
-    """
-    from dataclasses import asdict
-
-    from fnpipe.pipeline.workspace.workspace import Workspace
-
-    opened = Workspace.open(workspace)
-    from fnpipe.train.model.export_open_clip import export_model  # torch loads here
-    from fnpipe.train.model.load import load_run
-    from fnpipe.train.runs.directory import find_run
-
-    exported = export_model(load_run(find_run(opened, run), checkpoint), directory)
-    summary = {"run": run, **asdict(exported)}
-    emit(summary, json_, lambda: _print_exported(summary))
-
-
 def _print_keys(listed: dict[str, dict[str, str]]) -> None:
     from rich.console import Console
     from rich.padding import Padding
@@ -263,60 +143,3 @@ def _print_training(workspace: str, summary: dict[str, Any]) -> None:
     if summary.get("unreadable"):
         console.print(f"{summary['unreadable']:,} rows were left out: their pictures cannot be decoded.")
     console.print(f"Next: fnpipe evaluate {shown(shlex.quote(workspace))} --run {shown(shlex.quote(summary['run']))}")
-
-
-def _print_figures(summary: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    why = " (the default)" if summary["default_split"] else ""
-    console.print(f"On {summary['on']}{why}: {summary['images']:,} images, {summary['captions']:,} captions.")
-    if summary["left_out"]:
-        console.print(f"{summary['left_out']:,} images were left out: they have no usable picture or embedding.")
-    for note in summary["notes"]:
-        console.print(note)
-    columns = [("R@1", "r1"), ("R@5", "r5"), ("R@10", "r10"), ("R-Precision", "rp"), ("mAP@R", "map_at_r")]
-    columns = [(title, key) for title, key in columns if f"tr_{key}" in summary["dual"]]
-    table = Table("", "direction", *(title for title, _ in columns), box=None)
-    names = _list_names(summary)
-    for name in names:
-        for side, direction in (("tr", "image to text"), ("ir", "text to image")):
-            cells = [f"{summary[name][f'{side}_{key}']:.2f}" for _, key in columns]
-            table.add_row(names[name] if side == "tr" else "", direction, *cells)
-    console.print(table)
-    console.print(", ".join(f"RSUM {names[n]} {summary[n]['rsum']:.1f}" for n in names))
-
-
-def _list_names(summary: dict[str, Any]) -> dict[str, str]:
-    """What the ranked lists that were measured are called, by their keys."""
-    names = {"dual": summary.get("method", "dual encoder"), "itm": f"ITM, top {summary.get('top_k')}"}
-    names["frozen"] = f"embeddings/{summary.get('frozen_embeddings')}"
-    return {key: name for key, name in names.items() if key in summary}
-
-
-def _print_eccv(summary: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False, soft_wrap=True)
-    by = {"text": "known by their text", "order": "taken in the order of the source"}[summary["captions_by"]]
-    console.print(f"On {summary['on']}: {summary['images']:,} images, {summary['captions']:,} captions, {by}.")
-    columns = [("R@1", "r1"), ("R@5", "r5"), ("R@10", "r10"), ("R-Precision", "rp"), ("mAP@R", "map_at_r")]
-    titles = {"coco_1k": "COCO 1k", "coco_5k": "COCO 5k", "cxc": "CxC", "eccv": "ECCV Caption"}
-    for name, title_of_list in _list_names(summary).items():
-        table = Table(title_of_list, "direction", *(title for title, _ in columns), "RSUM", box=None)
-        for labels, title in titles.items():
-            found = summary[name][labels]
-            for side, direction in (("tr", "image to text"), ("ir", "text to image")):
-                cells = [f"{found[k]:.2f}" if (k := f"{side}_{key}") in found else "" for _, key in columns]
-                rsum = f"{found['rsum']:.1f}" if side == "ir" and "rsum" in found else ""
-                table.add_row(title if side == "tr" else "", direction, *cells, rsum)
-        console.print(table)
-
-
-def _print_exported(summary: dict[str, Any]) -> None:
-    path = shown(summary["path"])
-    print(f"{path}: {summary['model']}; in open_clip its embeddings differ by {summary['difference']:.1g}")
-    first = f"import {summary['needs']}; " if summary["needs"] else ""
-    print(f"In Python: {first}import open_clip; open_clip.create_model_and_transforms('local-dir:{path}')")

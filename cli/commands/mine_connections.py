@@ -1,0 +1,201 @@
+"""``fnpipe mine-connections`` and ``fnpipe relabel``: edges by a discriminator, and by other thresholds."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict, replace
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fnpipe.cli.app import EdgesOption, JsonFlag, OverwriteFlag, WorkspaceArgument, emit
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.machine.shown import shown
+from fnpipe.train.judges.specs import UNCALIBRATED, embeddings_for, load_discriminator
+
+if TYPE_CHECKING:
+    from fnpipe.mining.connections.forecast import Forecast
+    from fnpipe.mining.connections.stage import MineSummary
+
+
+TauHighOption = Annotated[float | None, typer.Option(help="Positive above this probability. Default: 0.8.")]
+
+
+TauLowOption = Annotated[
+    float | None, typer.Option(help="Negative below this probability; ambiguous in between. Default: 0.5.")
+]
+
+
+def mine_connections_command(
+    workspace: WorkspaceArgument,
+    discriminator: Annotated[
+        str,
+        typer.Option(
+            "--discriminator", help="itm:RUN, itm:demo, blip:MODEL, vacsr:RUN or clip.", metavar="KIND[:MODEL]"
+        ),
+    ],
+    candidates: Annotated[
+        int, typer.Option(help="Per anchor, direction and planned batch: so many of the most similar others.")
+    ] = 8,
+    groups: Annotated[
+        list[str] | None, typer.Option(help="Plans that propose; repeat for several. Default: the only one.")
+    ] = None,
+    graph: Annotated[int, typer.Option(metavar="K", help="Also the K nearest neighbours in the graph.")] = 0,
+    embeddings: Annotated[
+        str | None, typer.Option(help="Which embeddings; default: vacsr's own, else the only ones.")
+    ] = None,
+    tau_high: TauHighOption = None,
+    tau_low: TauLowOption = None,
+    positive_share: Annotated[
+        float | None,
+        typer.Option(metavar="F", help="Label this share, the most probable, positive and the rest negative."),
+    ] = None,
+    calibrate_on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="EDGES|TRUTH", help="With clip and vacsr: fit p on edges of this name, or on a truth file."
+        ),
+    ] = None,
+    score_recorded: Annotated[bool, typer.Option("--score-recorded", help="Judge the recorded pairs too.")] = False,
+    no_identity: Annotated[
+        bool,
+        typer.Option(
+            "--no-identity", help="Judge what has a recorded pair's picture and caption too; train so as well."
+        ),
+    ] = False,
+    plan: Annotated[
+        bool, typer.Option("--plan", help="Say how many judgements and how long; judge nothing but a probe.")
+    ] = False,
+    name: Annotated[str | None, typer.Option(help="Directory under edges/; default: the discriminator's kind.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    precision: Annotated[str, typer.Option(help="With itm and blip: auto, fp32, bf16 or fp16.")] = "auto",
+    block_images: Annotated[int, typer.Option(help="Images whose features are held at a time.")] = 128,
+    workers: Annotated[int, typer.Option(help="Threads that decode pictures; changes no byte.")] = 4,
+    threads: Annotated[int | None, typer.Option(help="Threads the discriminator computes with on a CPU.")] = None,
+    engine: Annotated[str, typer.Option(help="local, or ray.")] = "local",
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of a running cluster; default: start one on this machine.")
+    ] = None,
+    overwrite: OverwriteFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Judge likely but unrecorded image-caption combinations, and write them as edges.
+
+    Example: fnpipe mine-connections work --discriminator itm:con-d --groups grit-1920 --candidates 8
+    """
+    from fnpipe.pipeline.workspace.workspace import Workspace
+
+    kind = discriminator.partition(":")[0]
+    if calibrate_on is not None and kind not in UNCALIBRATED:
+        raise InputError(f"--calibrate-on fits clip and vacsr; {discriminator} brings its own probabilities")
+    thresholds = _thresholds(tau_low, tau_high, positive_share)
+    opened = Workspace.open(workspace)
+    from fnpipe.mining.connections.forecast import plan_mining
+    from fnpipe.mining.connections.stage import MineConfig, mine_connections  # torch loads here
+
+    config = MineConfig(
+        candidates=candidates,
+        groups=tuple(groups or ()),
+        graph=graph,
+        embeddings=embeddings,
+        positive_share=positive_share,
+        score_recorded=score_recorded,
+        identity=not no_identity,
+        block_images=block_images,
+        workers=workers,
+        threads=threads,
+        engine=engine,
+        ray_address=ray_address,
+        name=name,
+        overwrite=overwrite,
+        **thresholds,
+    )
+    config = replace(config, embeddings=embeddings_for(discriminator, opened, embeddings))
+    con_d = load_discriminator(discriminator, opened, config, calibrate_on, device, precision)
+    if plan:
+        planned = plan_mining(opened, config, con_d)
+        emit(_finite(asdict(planned)), as_json, partial(_render_plan, planned))
+        return
+    summary = mine_connections(opened, config, con_d, kind=kind)
+    too_sure = kind if kind in UNCALIBRATED and calibrate_on is None and positive_share is None else None
+    emit(asdict(summary), as_json, partial(_render_summary, workspace, summary, too_sure))
+
+
+def relabel_command(
+    workspace: WorkspaceArgument,
+    edges: EdgesOption = None,
+    tau_high: TauHighOption = None,
+    tau_low: TauLowOption = None,
+    positive_share: Annotated[
+        float | None, typer.Option(help="Instead: this share, the most probable, positive and the rest negative.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Move the thresholds of edges, without judging anything again.
+
+    Example: fnpipe relabel work --edges itm --tau-high 0.9 --tau-low 0.6
+    """
+    from fnpipe.mining.connections.stage import MineConfig, summarise
+    from fnpipe.mining.edges.relabel import relabel
+    from fnpipe.pipeline.workspace.workspace import Workspace
+
+    taus = {"tau_low": MineConfig.tau_low, "tau_high": MineConfig.tau_high}
+    taus |= _thresholds(tau_low, tau_high, positive_share)
+    summary = summarise(relabel(Workspace.open(workspace), edges, **taus, positive_share=positive_share))
+    emit(asdict(summary), as_json, partial(_render_summary, workspace, summary))
+
+
+def _thresholds(tau_low: float | None, tau_high: float | None, positive_share: float | None) -> dict[str, float]:
+    """The thresholds that were given, by name; beside a share they would change nothing."""
+    given = {name: tau for name, tau in (("tau_low", tau_low), ("tau_high", tau_high)) if tau is not None}
+    if given and positive_share is not None:
+        flags = " and ".join(f"--{name.replace('_', '-')} {tau:g}" for name, tau in given.items())
+        raise InputError(f"--positive-share {positive_share:g} labels by rank, whatever p is; leave {flags} out")
+    return given
+
+
+def _finite(summary: dict[str, Any]) -> dict[str, Any]:
+    """Infinity, the rate of a plan that judges nothing, has no JSON form."""
+    return {key: None if value == float("inf") else value for key, value in summary.items()}
+
+
+def _render_plan(plan: Forecast) -> None:
+    for source, new in plan.new_per_source.items():
+        print(f"{shown(source)}: {new:,} new combinations")
+    print(
+        f"{plan.unique_combinations:,} unique combinations of {plan.images:,} images: "
+        f"{plan.judgements:,} to judge, {plan.identity:,} true by identity"
+    )
+    print(f"{plan.trust_sample:,} recorded and random pairs to judge beside them, to say whether p can be trusted")
+    if plan.judgements:
+        print(f"about {_duration(plan.seconds)} at {plan.combinations_per_second:,.0f} combinations/s on this machine")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:,.0f} seconds"
+    return f"{seconds / 60:,.0f} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"
+
+
+def _render_summary(workspace: str, summary: MineSummary, too_sure: str | None = None) -> None:
+    labels = summary.labels
+    print(
+        f"edges/{shown(summary.edges)}: {summary.unique_combinations:,} unique combinations = "
+        f"{summary.judgements:,} judged + {summary.identity:,} by identity + {summary.undecodable:,} whose picture "
+        "does not decode"
+    )
+    print(
+        f"{labels['positive']:,} positive ({summary.positives['discriminator']:,} found by the discriminator), "
+        f"{labels['ambiguous']:,} ambiguous, {labels['negative']:,} negative"
+    )
+    for note in summary.notes:
+        print(note)
+    if too_sure:
+        print(
+            f"{too_sure}'s p is far too sure of candidates, which were picked for their similarity: "
+            f"label by rank with fnpipe relabel {shlex.quote(workspace)} --edges {shlex.quote(summary.edges)} "
+            "--positive-share 0.01, or judge with --calibrate-on"
+        )
+    where = shown(f"{shlex.quote(workspace)} --edges {shlex.quote(summary.edges)}")
+    print(f"look at them: fnpipe inspect {where} --html report.html")

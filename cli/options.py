@@ -1,16 +1,21 @@
-"""What every command asks of the values it is given, whatever they mean; nothing here is slow to import."""
+"""The flags of a stage's configuration, and what every command asks of its values; nothing here is slow to import."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeAlias, get_origin, get_type_hints
+
+import typer
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.machine.device import check_device, check_precision
+from fnpipe.pipeline.flags import Flag, flag_of
+from fnpipe.pipeline.machine.device import check_device, check_engine, check_precision
 from fnpipe.pipeline.machine.limits import most
-
-ENGINES = ("local", "ray")
 
 
 def check_given(parameters: Sequence[Any], values: Mapping[str, Any]) -> None:
@@ -48,13 +53,97 @@ def _check(shown: str, name: str, value: Any, default: bool) -> None:
         raise InputError(f"{shown} {value}: give a finite number")
 
 
-def _check_engine(engine: str) -> None:
-    if engine not in ENGINES:
-        raise InputError(f"--engine {engine}: give local or ray")
-
-
 _KINDS: Mapping[str, Callable[[str], object]] = {
     "device": check_device,
     "precision": check_precision,
-    "engine": _check_engine,
+    "engine": check_engine,
 }
+
+
+# What a command was given for the fields of its configuration, by their names.
+Given: TypeAlias = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class After:
+    """In the annotation of a flag that only the command knows: the flag that it follows in the help."""
+
+    name: str
+
+
+def flags_of(config: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command a flag for every field of ``config`` that is one, but for those that it names itself.
+
+    The command takes what was given for them, by the names of the fields, as its argument ``given``, in whose place
+    they stand. A field that is true by default is turned off by ``--no-NAME``.
+    """
+
+    def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        own = inspect.signature(command).parameters
+        flags = [flag for flag in _flags(config) if flag.field not in own]
+        placed: list[inspect.Parameter] = []
+        for name, parameter in own.items():
+            if name == "given":
+                for flag in sorted(flags, key=lambda flag: flag.after is not None):
+                    _place(placed, flag.parameter, flag.after)
+            else:
+                own_place = next((extra.name for extra in _extras(hints[name]) if isinstance(extra, After)), None)
+                taken = parameter.replace(annotation=hints[name], kind=inspect.Parameter.KEYWORD_ONLY)
+                _place(placed, taken, own_place)
+
+        @functools.wraps(command)
+        def call(**values: Any) -> None:
+            given = {flag.field: flag.value(values.pop(flag.parameter.name)) for flag in flags}
+            command(**values, given=given)
+
+        call.__signature__ = inspect.Signature(placed)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in placed}
+        return call
+
+    return with_flags
+
+
+@dataclasses.dataclass(frozen=True)
+class _FieldFlag:
+    """The flag of a field: the parameter that typer reads, and how the field's value is made of what it gives."""
+
+    field: str
+    parameter: inspect.Parameter
+    value: Callable[[Any], Any]
+    after: str | None
+
+
+def _flags(config: type) -> list[_FieldFlag]:
+    hints = get_type_hints(config)
+    found = [(field, flag_of(field)) for field in dataclasses.fields(config)]
+    return [_field_flag(field, hints[field.name], flag) for field, flag in found if flag is not None]
+
+
+def _field_flag(field: dataclasses.Field[Any], kind: Any, flag: Flag) -> _FieldFlag:
+    name, default, value = field.name, field.default, flag.parse
+    if default is True:
+        name, default, value = f"no_{name}", False, operator.not_
+    elif get_origin(kind) is tuple:
+        kind, default, value = list[str] | None, None, lambda words: tuple(words or ())
+    elif flag.parse is not None:
+        kind, default = str, str(default)
+    option = typer.Option(
+        f"--{name.replace('_', '-')}",
+        help=flag.help,
+        metavar=flag.metavar,
+        show_default=True if flag.shown is None else flag.shown,
+    )
+    parameter = inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
+    return _FieldFlag(field.name, parameter, value or (lambda given: given), flag.after)
+
+
+def _extras(annotation: Any) -> tuple[Any, ...]:
+    return getattr(annotation, "__metadata__", ())
+
+
+def _place(placed: list[inspect.Parameter], parameter: inspect.Parameter, after: str | None) -> None:
+    names = [other.name for other in placed]
+    placed.insert(len(placed) if after is None else names.index(after) + 1, parameter)

@@ -41,7 +41,7 @@ FLOORS = (
     ("pipeline.sources", "pipeline.workspace"),
     ("pipeline.images",),
     ("pipeline.files", "pipeline.machine"),
-    ("pipeline.errors", "pipeline.made_by", "pipeline.on_demand"),
+    ("pipeline.errors", "pipeline.made_by", "pipeline.flags", "pipeline.on_demand"),
 )
 # What is still to be taken apart.
 CROWDED = ("pipeline.sources",)

@@ -167,7 +167,8 @@ def _draw(scenes: Path, config: DemoConfig) -> Done:
 
 
 def _shard(root: Path, config: DemoConfig) -> Done:
-    from fnpipe.pipeline.shard.stage import ShardConfig, shard
+    from fnpipe.pipeline.shard.config import ShardConfig
+    from fnpipe.pipeline.shard.stage import shard
 
     made = shard([str(root / SCENES / "pairs.json")], str(root), ShardConfig(holdout=config.holdout))
     quarantined = sum(made["quarantined"].values())
@@ -178,7 +179,8 @@ def _shard(root: Path, config: DemoConfig) -> Done:
 
 
 def _embed(workspace: Workspace) -> Done:
-    from fnpipe.pipeline.embed.stage import EmbedConfig, embed
+    from fnpipe.pipeline.embed.config import EmbedConfig
+    from fnpipe.pipeline.embed.stage import embed
     from fnpipe.train.judges.encoder import load_encoder
 
     made = embed(workspace, load_encoder(ENCODER, workspace), EmbedConfig(name=EMBEDDINGS, threads=THREADS))
@@ -188,7 +190,8 @@ def _embed(workspace: Workspace) -> Done:
 
 
 def _build_graph(workspace: Workspace) -> Done:
-    from fnpipe.mining.graph.stage import GraphConfig, build_graph
+    from fnpipe.mining.graph.config import GraphConfig
+    from fnpipe.mining.graph.stage import build_graph
 
     made = build_graph(workspace, GraphConfig(embeddings=EMBEDDINGS))
     text = f"{made.k} neighbours each of {made.images:,} pictures and {made.pairs:,} captions"
@@ -219,7 +222,8 @@ def _group(workspace: Workspace, config: DemoConfig) -> Done:
 
 
 def _mine(workspace: Workspace, truth: Truth, config: DemoConfig) -> Done:
-    from fnpipe.mining.connections.stage import MineConfig, mine_connections
+    from fnpipe.mining.connections.config import MineConfig
+    from fnpipe.mining.connections.stage import mine_connections
     from fnpipe.mining.views.accuracy import stage_against_truth
     from fnpipe.train.judges.itm import load_discriminator
 

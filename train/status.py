@@ -16,7 +16,8 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.files.urls import is_remote, local_path
 from fnpipe.pipeline.made_by import MADE_BY
-from fnpipe.pipeline.shard.stage import ShardConfig, summary_of
+from fnpipe.pipeline.shard.config import ShardConfig
+from fnpipe.pipeline.shard.stage import summary_of
 from fnpipe.pipeline.workspace.manifest import MANIFEST, read_manifest
 from fnpipe.pipeline.workspace.schemas import PARTS
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace

@@ -49,7 +49,7 @@ def audit_command(
     if tau_high is not None and not discriminator:
         raise InputError(f"--tau-high {tau_high:g} cuts a discriminator's p; name one with --discriminator")
     opened = Workspace.open(workspace)
-    from fnpipe.mining.connections.inputs import MineConfig
+    from fnpipe.mining.connections.config import MineConfig
     from fnpipe.mining.data.truth import Truth
     from fnpipe.mining.plans.stage import parse_search_space
     from fnpipe.mining.views.audit import AuditConfig, audit, discriminator_judge  # torch loads here

@@ -8,19 +8,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, emit
+from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit
+from fnpipe.cli.options import After, Given, flags_of
+from fnpipe.pipeline.embed.config import EmbedConfig
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.shown import shown
 from fnpipe.train.judges.specs import load_encoder
 
 if TYPE_CHECKING:
     from fnpipe.pipeline.embed.import_clip_retrieval import ImportSummary
-    from fnpipe.pipeline.embed.stage import EmbedConfig, EmbedSummary
+    from fnpipe.pipeline.embed.stage import EmbedSummary
     from fnpipe.pipeline.workspace.workspace import Workspace
 
 
+@flags_of(EmbedConfig)
 def embed_command(
     workspace: WorkspaceArgument,
+    *,
     model: Annotated[
         str | None, typer.Option(help="An open_clip name such as ViT-B-32, run:NAME (trained here), or demo.")
     ] = None,
@@ -31,25 +35,22 @@ def embed_command(
         str | None,
         typer.Option(help="The directory under embeddings/. Default: clip; for run:NAME and demo their own name."),
     ] = None,
-    batch_size: Annotated[
-        int | None, typer.Option(help="Pictures per batch; default 32 on a CPU, 512 on a GPU.")
-    ] = None,
+    given: Given,
     precision: Annotated[
-        str, typer.Option(help="auto, fp32, bf16 or fp16; of run:NAME and demo auto is fp32.")
+        str, typer.Option(help="auto, fp32, bf16 or fp16; of run:NAME and demo auto is fp32."), After("batch_size")
     ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    threads: Annotated[int | None, typer.Option(help="Threads the encoder computes with on a CPU.")] = None,
-    workers: Annotated[
-        int | None, typer.Option(help="Processes that decode, 0: this one does; changes no byte.")
-    ] = None,
-    engine: Annotated[str, typer.Option(help="local, or ray.")] = "local",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N."), After("precision")] = "auto",
+    engine: Annotated[str, typer.Option(help="local, or ray."), After("workers")] = "local",
     ray_address: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="A running Ray cluster; without it a local one is started.")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="A running Ray cluster; without it a local one is started."),
+        After("engine"),
     ] = None,
     import_: Annotated[
-        str | None, typer.Option("--import", metavar="DIR", help="Take over the vectors of a clip-retrieval folder.")
+        str | None,
+        typer.Option("--import", metavar="DIR", help="Take over the vectors of a clip-retrieval folder."),
+        After("ray_address"),
     ] = None,
-    overwrite: OverwriteFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
     """Embed every picture and caption.
@@ -63,10 +64,9 @@ def embed_command(
 
     opened = Workspace.open(workspace)
     from fnpipe.pipeline.embed.on_ray import embed_on_ray
-    from fnpipe.pipeline.embed.stage import EmbedConfig, embed  # torch loads here
+    from fnpipe.pipeline.embed.stage import embed  # torch loads here
 
-    name = own_name(model) if name is None else name
-    config = EmbedConfig(name=name, batch_size=batch_size, threads=threads, workers=workers, overwrite=overwrite)
+    config = EmbedConfig(name=own_name(model) if name is None else name, **given)
     if import_ is not None:
         useless = {"--model": model, "--pretrained": pretrained, "--ray-address": ray_address}
         useless |= {"--engine": engine if engine != "local" else None}

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fnpipe.cli.app import EdgesOption, JsonFlag, OverwriteFlag, WorkspaceArgument, emit
+from fnpipe.cli.app import EdgesOption, JsonFlag, WorkspaceArgument, emit
+from fnpipe.cli.options import After, Given, flags_of
+from fnpipe.mining.connections.config import MineConfig
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.shown import shown
 from fnpipe.train.judges.specs import UNCALIBRATED, embeddings_for, load_discriminator
@@ -27,6 +29,7 @@ TauLowOption = Annotated[
 ]
 
 
+@flags_of(MineConfig)
 def mine_connections_command(
     workspace: WorkspaceArgument,
     discriminator: Annotated[
@@ -35,49 +38,25 @@ def mine_connections_command(
             "--discriminator", help="itm:RUN, itm:demo, blip:MODEL, vacsr:RUN or clip.", metavar="KIND[:MODEL]"
         ),
     ],
-    candidates: Annotated[
-        int, typer.Option(help="Per anchor, direction and planned batch: so many of the most similar others.")
-    ] = 8,
-    groups: Annotated[
-        list[str] | None, typer.Option(help="Plans that propose; repeat for several. Default: the only one.")
-    ] = None,
-    graph: Annotated[int, typer.Option(metavar="K", help="Also the K nearest neighbours in the graph.")] = 0,
-    embeddings: Annotated[
-        str | None, typer.Option(help="Which embeddings; default: vacsr's own, else the only ones.")
-    ] = None,
-    tau_high: TauHighOption = None,
-    tau_low: TauLowOption = None,
-    positive_share: Annotated[
-        float | None,
-        typer.Option(metavar="F", help="Label this share, the most probable, positive and the rest negative."),
-    ] = None,
+    given: Given,
+    tau_high: Annotated[TauHighOption, After("embeddings")] = None,
+    tau_low: Annotated[TauLowOption, After("tau_high")] = None,
     calibrate_on: Annotated[
         str | None,
         typer.Option(
             metavar="EDGES|TRUTH", help="With clip and vacsr: fit p on edges of this name, or on a truth file."
         ),
+        After("positive_share"),
     ] = None,
-    score_recorded: Annotated[bool, typer.Option("--score-recorded", help="Judge the recorded pairs too.")] = False,
-    no_identity: Annotated[
-        bool,
-        typer.Option(
-            "--no-identity", help="Judge what has a recorded pair's picture and caption too; train so as well."
-        ),
-    ] = False,
     plan: Annotated[
-        bool, typer.Option("--plan", help="Say how many judgements and how long; judge nothing but a probe.")
+        bool,
+        typer.Option("--plan", help="Say how many judgements and how long; judge nothing but a probe."),
+        After("no_identity"),
     ] = False,
-    name: Annotated[str | None, typer.Option(help="Directory under edges/; default: the discriminator's kind.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    precision: Annotated[str, typer.Option(help="With itm and blip: auto, fp32, bf16 or fp16.")] = "auto",
-    block_images: Annotated[int, typer.Option(help="Images whose features are held at a time.")] = 128,
-    workers: Annotated[int, typer.Option(help="Threads that decode pictures; changes no byte.")] = 4,
-    threads: Annotated[int | None, typer.Option(help="Threads the discriminator computes with on a CPU.")] = None,
-    engine: Annotated[str, typer.Option(help="local, or ray.")] = "local",
-    ray_address: Annotated[
-        str | None, typer.Option(help="Of a running cluster; default: start one on this machine.")
-    ] = None,
-    overwrite: OverwriteFlag = False,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N."), After("name")] = "auto",
+    precision: Annotated[
+        str, typer.Option(help="With itm and blip: auto, fp32, bf16 or fp16."), After("device")
+    ] = "auto",
     as_json: JsonFlag = False,
 ) -> None:
     """Judge likely but unrecorded image-caption combinations, and write them as edges.
@@ -89,29 +68,14 @@ def mine_connections_command(
     kind = discriminator.partition(":")[0]
     if calibrate_on is not None and kind not in UNCALIBRATED:
         raise InputError(f"--calibrate-on fits clip and vacsr; {discriminator} brings its own probabilities")
+    positive_share = given["positive_share"]
     thresholds = _thresholds(tau_low, tau_high, positive_share)
     opened = Workspace.open(workspace)
     from fnpipe.mining.connections.forecast import plan_mining
-    from fnpipe.mining.connections.stage import MineConfig, mine_connections  # torch loads here
+    from fnpipe.mining.connections.stage import mine_connections  # torch loads here
 
-    config = MineConfig(
-        candidates=candidates,
-        groups=tuple(groups or ()),
-        graph=graph,
-        embeddings=embeddings,
-        positive_share=positive_share,
-        score_recorded=score_recorded,
-        identity=not no_identity,
-        block_images=block_images,
-        workers=workers,
-        threads=threads,
-        engine=engine,
-        ray_address=ray_address,
-        name=name,
-        overwrite=overwrite,
-        **thresholds,
-    )
-    config = replace(config, embeddings=embeddings_for(discriminator, opened, embeddings))
+    config = MineConfig(**given, **thresholds)
+    config = replace(config, embeddings=embeddings_for(discriminator, opened, config.embeddings))
     con_d = load_discriminator(discriminator, opened, config, calibrate_on, device, precision)
     if plan:
         planned = plan_mining(opened, config, con_d)
@@ -136,7 +100,7 @@ def relabel_command(
 
     Example: fnpipe relabel work --edges itm --tau-high 0.9 --tau-low 0.6
     """
-    from fnpipe.mining.connections.stage import MineConfig, summarise
+    from fnpipe.mining.connections.stage import summarise
     from fnpipe.mining.edges.relabel import relabel
     from fnpipe.pipeline.workspace.workspace import Workspace
 

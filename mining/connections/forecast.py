@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from fnpipe.mining.connections.candidates import Candidates
-from fnpipe.mining.connections.inputs import MineConfig, MineInputs, count_new, of_shard, temporary_runs
+from fnpipe.mining.connections.config import MineConfig
+from fnpipe.mining.connections.inputs import MineInputs, count_new, of_shard, temporary_runs
 from fnpipe.mining.connections.judge import Judge
 from fnpipe.mining.connections.trust import draw_sample
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator

@@ -13,82 +13,22 @@ import numpy as np
 
 from fnpipe.mining.connections.candidates import (
     INDEX,
-    NOT_PROPOSED,
     CandidateRuns,
     Candidates,
     PlanProposer,
     Source,
     write_runs,
 )
+from fnpipe.mining.connections.config import MineConfig
 from fnpipe.mining.connections.judge import Judge
 from fnpipe.mining.data.identity import IDENTITY_BOUND
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator
-from fnpipe.mining.edges.labels import check_thresholds
-from fnpipe.mining.edges.reader import TAU_HIGH, TAU_LOW
 from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.plans.plan import plan_epochs, read_plan
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
-
-
-@dataclass(frozen=True, kw_only=True)
-class MineConfig:
-    """How ``fnpipe mine-connections`` judges: one field per flag, the paper's thresholds as defaults.
-
-    Attributes:
-        groups: the plans that propose; empty for the only one there is.
-        candidates: per anchor, direction and planned batch. graph: per anchor and direction, from the graph.
-        positive_share: label this share of the judged, the most probable, as positive and the rest as negative,
-            whatever the thresholds; for discriminators whose p is no probability.
-        identity: the same picture and caption as a recorded pair are positive without being judged; else judged too.
-        block_images: whose features are held at a time; memory grows with it, results do not change.
-        workers: threads that decode pictures.
-        threads: what torch computes with on a CPU; None: torch's own choice. Part of the edges' parameters, because
-            the last bits of p depend on it.
-        engine: ``local``, or ``ray``: one shard at a time on each worker of the cluster at ``ray_address`` (None starts
-            a cluster on this machine). The workspace must lie at the same path on all of them.
-    """
-
-    candidates: int = 8
-    groups: tuple[str, ...] = ()
-    graph: int = 0
-    embeddings: str | None = None
-    tau_low: float = TAU_LOW
-    tau_high: float = TAU_HIGH
-    positive_share: float | None = None
-    score_recorded: bool = False
-    identity: bool = True
-    block_images: int = 128
-    workers: int = 4
-    threads: int | None = None
-    engine: str = "local"
-    ray_address: str | None = None
-    name: str | None = None
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        check_thresholds(self.tau_low, self.tau_high)
-        for flag, value in (("--candidates", self.candidates), ("--graph", self.graph)):
-            if not 0 <= value < NOT_PROPOSED // 2:
-                raise InputError(f"{flag} {value}: a number from 0 to {NOT_PROPOSED // 2 - 1}")
-        numbers = {"--block-images": self.block_images, "--workers": self.workers, "--threads": self.threads}
-        for flag, number in numbers.items():
-            if number is not None and number < 1:
-                raise InputError(f"{flag} {number}: at least 1")
-        if self.candidates == self.graph == 0:
-            raise InputError("--candidates 0 without --graph K proposes nothing to judge")
-        if self.positive_share is not None and not 0 < self.positive_share < 1:
-            raise InputError(f"--positive-share {self.positive_share}: a share between 0 and 1")
-        if self.engine not in ("local", "ray"):
-            raise InputError(f"--engine {self.engine}: give local or ray")
-        if self.name is not None and ("/" in self.name or self.name in ("", ".", "..")):
-            raise InputError(f"--name {self.name!r}: a plain name, without slashes")
-
-    @property
-    def identity_bound(self) -> int:
-        return IDENTITY_BOUND if self.identity else 0
 
 
 @dataclass(frozen=True)
@@ -137,7 +77,7 @@ class MineInputs:
             con_d,
             block_images=config.block_images,
             workers=config.workers,
-            identity_bound=config.identity_bound,
+            identity_bound=IDENTITY_BOUND if config.identity else 0,
         )
 
     def runs(self, directory: Path) -> CandidateRuns:

@@ -18,7 +18,8 @@ import pyarrow.parquet as pq
 import torch
 
 from fnpipe.mining.connections.candidates import CandidateRuns, Candidates
-from fnpipe.mining.connections.inputs import MineConfig, MineInputs, count_new, of_shard
+from fnpipe.mining.connections.config import MineConfig
+from fnpipe.mining.connections.inputs import MineInputs, count_new, of_shard
 from fnpipe.mining.connections.judge import Judge
 from fnpipe.mining.connections.trust import judge_sample
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator, EmbeddingDiscriminator

@@ -1,4 +1,4 @@
-"""Labels of edges: their names and codes, and the thresholds on p that give them."""
+"""Labels of edges: their names and codes, and how p gives them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-
-from fnpipe.pipeline.errors import InputError
 
 UNSCORED, NEGATIVE, AMBIGUOUS, POSITIVE = -1, 0, 1, 2
 
@@ -21,12 +19,6 @@ SOURCES = ("discriminator", "identity")
 
 
 DISCRIMINATOR, IDENTITY = 0, 1
-
-
-def check_thresholds(tau_low: float, tau_high: float) -> None:
-    """Raise InputError unless ``0 <= tau_low <= tau_high <= 1``."""
-    if not 0 <= tau_low <= tau_high <= 1:
-        raise InputError(f"need 0 <= tau_low <= tau_high <= 1, got {tau_low} and {tau_high}")
 
 
 def label_candidates(match_probability: np.ndarray, tau_low: float, tau_high: float) -> np.ndarray:

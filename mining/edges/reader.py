@@ -10,14 +10,13 @@ from typing import Any
 import pyarrow as pa
 
 from fnpipe.mining.data.identity import IDENTITY_BOUND
-from fnpipe.mining.edges.labels import LABELS, SOURCES, UNSCORED, check_thresholds, codes_in
+from fnpipe.mining.edges.labels import LABELS, SOURCES, UNSCORED, codes_in
+from fnpipe.mining.edges.thresholds import check_thresholds
 from fnpipe.mining.edges.trust import Trust
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.workspace.workspace import Stage
 
-# MAFA's thresholds.
-TAU_LOW, TAU_HIGH = 0.5, 0.8
 NOT_MEASURED = "whether the discriminator can be trusted was not measured"
 
 _NAMES = pa.dictionary(pa.int32(), pa.string())

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from fnpipe.mining.data.train_pairs import TrainPairs, read_train_pairs
+from fnpipe.mining.graph.config import GraphConfig
 from fnpipe.mining.graph.exact_search import exact_nearest
 from fnpipe.mining.graph.faiss_index import EXACT, IVF, empty_index, gpu_count, index_paths, make_indexes
 from fnpipe.mining.graph.graph import _paths
@@ -26,7 +27,7 @@ from fnpipe.mining.graph.search import SearchOptions, memory_needed, open_search
 from fnpipe.mining.graph.search_sides import SearchSide, sides
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
-from fnpipe.pipeline.machine.device import check_device, pick_device
+from fnpipe.pipeline.machine.device import pick_device
 from fnpipe.pipeline.machine.memory import total_memory
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.machine.ray_pool import RayPool
@@ -35,43 +36,6 @@ from fnpipe.pipeline.workspace.record import read_object
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 DIRECTIONS = ("i2t", "t2i")
-ENGINES = ("local", "ray")
-
-# More are no neighbours any more, and their table would outgrow the embeddings.
-MOST_NEIGHBOURS = 4096
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraphConfig:
-    """How ``fnpipe build-graph`` searches: one field per flag.
-
-    Attributes:
-        index: ``auto``, ``exact``, or a string that ``faiss.index_factory`` knows (``IVF4096,SQfp16``).
-        keep_index: leave FAISS's indexes beside the lists.
-        engine: ``local``, or ``ray``: blocks of queries for each worker of the cluster at ``ray_address`` (None starts
-            a cluster on this machine). The workspace must lie at the same path on all of them, and be writable.
-    """
-
-    embeddings: str | None = None
-    k: int = 32
-    index: str = "auto"
-    keep_index: bool = False
-    device: str = "auto"
-    recall_check: int = 1000
-    seed: int = 0
-    engine: str = "local"
-    ray_address: str | None = None
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        if self.engine not in ENGINES:
-            raise InputError(f"--engine {self.engine}: give local or ray")
-        if not 1 <= self.k <= MOST_NEIGHBOURS:
-            raise InputError(f"--k {self.k}: from 1 to {MOST_NEIGHBOURS:,} neighbours")
-        check_device(self.device, self.engine)
-        pick_device(self.device)
-        if self.recall_check < 0:
-            raise InputError(f"--recall-check {self.recall_check}: a number of rows, 0 for none")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,8 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.destination import destination
 from fnpipe.pipeline.files.ranges import read_ranges
-from fnpipe.pipeline.images.decode import MAX_PIXELS, decode_or_none
+from fnpipe.pipeline.images.decode import decode_or_none
+from fnpipe.pipeline.machine.limits import MAX_PIXELS
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 TEMPLATE = Path(__file__).with_name("gallery.html")

@@ -18,7 +18,8 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from fnpipe.pipeline.embed.compute import ShardRows, unit_rows
-from fnpipe.pipeline.embed.stage import EmbedConfig, count_bad, finish, is_done, remove_parts, write_rows
+from fnpipe.pipeline.embed.config import EmbedConfig
+from fnpipe.pipeline.embed.stage import count_bad, finish, is_done, remove_parts, write_rows
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.digests import digest_files
 from fnpipe.pipeline.machine.progress import progress

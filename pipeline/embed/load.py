@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 from fnpipe.pipeline.embed.cut_captions import find_cut
 from fnpipe.pipeline.embed.encoder import Encoder
 from fnpipe.pipeline.files.ranges import read_ranges
-from fnpipe.pipeline.images.decode import MAX_PIXELS, decode_or_none
+from fnpipe.pipeline.images.decode import decode_or_none
+from fnpipe.pipeline.machine.limits import MAX_PIXELS
 
 # Batches ahead per decoding process.
 PREFETCHED_PARTS = 3

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from fnpipe.pipeline.embed.compute import ComputeOptions, ShardRows, embed_shards
+from fnpipe.pipeline.embed.config import EmbedConfig
 from fnpipe.pipeline.embed.encoder import Encoder
 from fnpipe.pipeline.embed.load import ShardTask
-from fnpipe.pipeline.embed.stage import EmbedConfig, EmbedSummary, compute_options, fill
+from fnpipe.pipeline.embed.stage import EmbedSummary, compute_options, fill
 from fnpipe.pipeline.machine.progress import Advance
 from fnpipe.pipeline.machine.ray_pool import RayPool
 from fnpipe.pipeline.workspace.workspace import Workspace

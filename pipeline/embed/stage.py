@@ -19,6 +19,7 @@ import pyarrow as pa
 import torch
 
 from fnpipe.pipeline.embed.compute import ComputeOptions, ShardRows, embed_shards
+from fnpipe.pipeline.embed.config import EmbedConfig
 from fnpipe.pipeline.embed.cut_captions import CUT_SCHEMA, cut_notes
 from fnpipe.pipeline.embed.encoder import Encoder
 from fnpipe.pipeline.embed.load import ShardTask
@@ -30,36 +31,6 @@ from fnpipe.pipeline.machine.progress import Advance, progress
 from fnpipe.pipeline.workspace.embeddings import image_array_path, read_bad, text_array_path
 from fnpipe.pipeline.workspace.schemas import BAD_SCHEMA
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
-
-
-@dataclass(frozen=True, kw_only=True)
-class EmbedConfig:
-    """How ``fnpipe embed`` works: one field per flag.
-
-    Attributes:
-        name: the directory under ``embeddings/``.
-        batch_size: pictures per batch, and a quarter of the captions per batch; None: 32 on a CPU, 512 on a GPU.
-        threads: what torch computes with; None: torch's own choice. It is part of the result's identity, because
-            sums are cut differently, and never follows ``workers``.
-        workers: processes that decode, 0 for this one itself; None: enough for the device. It changes no byte.
-    """
-
-    name: str = "clip"
-    batch_size: int | None = None
-    threads: int | None = None
-    workers: int | None = None
-    overwrite: bool = False
-
-    def __post_init__(self) -> None:
-        for flag, value, least in (
-            ("--batch-size", self.batch_size, 1),
-            ("--threads", self.threads, 1),
-            ("--workers", self.workers, 0),
-        ):
-            if value is not None and value < least:
-                raise InputError(f"{flag} {value}: must be at least {least}")
-        if not self.name or "/" in self.name or self.name.startswith("."):
-            raise InputError(f"--name {self.name!r}: must be a plain directory name")
 
 
 @dataclass

@@ -19,8 +19,7 @@ from PIL import Image, TiffTags, UnidentifiedImageError
 from PIL.TiffImagePlugin import TiffImageFile
 
 from fnpipe.pipeline.images.inner_sizes import icon_sizes, tile_size
-
-MAX_PIXELS = 89_478_485
+from fnpipe.pipeline.machine.limits import MAX_PIXELS
 
 # Our own limit is tested on the header before decoding. Pillow's, the same for all calls, stands behind it for pictures
 # inside pictures; it refuses what has more than twice as many pixels.

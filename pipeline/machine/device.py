@@ -1,4 +1,4 @@
-"""Where a network computes, and in which precision: what ``--device`` and ``--precision`` of every command mean."""
+"""Where a network computes, and in which precision: what ``--device``, ``--engine`` and ``--precision`` mean."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 # By torch's names for them.
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+ENGINES = ("local", "ray")
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d{1,4})?")
 
@@ -27,6 +29,17 @@ def check_device(device: str, engine: str = "local") -> str:
     if engine == "ray" and ":" in device:
         raise InputError(f"--device {device}: with --engine ray every worker is given a GPU of its own; give cuda")
     return device
+
+
+def check_engine(engine: str) -> str:
+    """``engine`` if it is ``local`` or ``ray``.
+
+    Raises:
+        InputError: it is neither.
+    """
+    if engine not in ENGINES:
+        raise InputError(f"--engine {engine}: give local or ray")
+    return engine
 
 
 def pick_device(device: str) -> torch.device:

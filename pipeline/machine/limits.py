@@ -1,6 +1,9 @@
-"""The largest numbers that a flag or a key of a configuration takes."""
+"""The largest picture, and the largest numbers that a flag or a key of a configuration takes."""
 
 from __future__ import annotations
+
+# Of a picture: Pillow's own limit, a quarter of a gigabyte as RGB.
+MAX_PIXELS = 89_478_485
 
 # No machine has more processors, and a system that is asked for more threads ends the process.
 _MOST_WORKERS = 1024

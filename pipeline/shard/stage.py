@@ -12,7 +12,6 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,101 +20,22 @@ import pyarrow.compute as pc
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.files.urls import absolute, is_remote
-from fnpipe.pipeline.images.decode import MAX_PIXELS
 from fnpipe.pipeline.machine.processes import Workers, available_cpus
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.shard.assign_ids import total_tally, write_quarantine, write_tables
+from fnpipe.pipeline.shard.config import ShardConfig
 from fnpipe.pipeline.shard.layout import Plan, read_sources
 from fnpipe.pipeline.shard.resume import alone, begin, clear, describe_input, inputs_unchanged, require_room
 from fnpipe.pipeline.shard.write_shard import Job, Tally, make_part, part_path, read_tar_facts, shard_name
 from fnpipe.pipeline.sources.huggingface import pin
 from fnpipe.pipeline.sources.open import open_sources
 from fnpipe.pipeline.sources.source import ReadOptions, Source
-from fnpipe.pipeline.sources.texts import require_way
 from fnpipe.pipeline.workspace.manifest import MANIFEST
 from fnpipe.pipeline.workspace.record import FORMAT_VERSION
 from fnpipe.pipeline.workspace.schemas import PARTS, TEST, VALIDATION
 from fnpipe.pipeline.workspace.sharded_tars import describe_in_place
 
 _USUAL_SPLITS = ("train", "val", "validation", "dev", "test")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardConfig:
-    """How `fnpipe shard` works: one field per flag.
-
-    Attributes:
-        captions: what a text stands for, one of `texts.WAYS`; None: one caption.
-        holdout: a share of the pictures below 1, or their number, drawn as the split ``test``.
-        validation: as much again for the split ``validation``, by which training chooses its best weights.
-        shuffle_captions: a share of the train pairs that get each other's captions, for experiments with noisy data;
-            ``shuffled.parquet`` lists them, and the tars keep what the source says.
-        shards: an fsspec URL for the tars; None puts them into the workspace.
-        in_place: index existing tars where they lie; ``verify`` then decodes every image instead of reading headers.
-    """
-
-    format: str = "auto"
-    image_root: str | None = None
-    image_column: str | None = None
-    caption_column: str | None = None
-    captions: str | None = None
-    header: bool = True
-    split: str | None = None
-    holdout: float | None = None
-    validation: float | None = None
-    shuffle_captions: float | None = None
-    max_pixels: int = MAX_PIXELS
-    images_per_shard: int = 1000
-    resize: int | None = None
-    seed: int = 0
-    in_place: bool = False
-    verify: bool = False
-    follow_links: bool = False
-    shards: str | None = None
-    workers: int | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (
-            ("--max-pixels", self.max_pixels),
-            ("--images-per-shard", self.images_per_shard),
-            ("--resize", self.resize),
-            ("--workers", self.workers),
-        ):
-            if value is not None and value < 1:
-                raise InputError(f"{name} {value}: at least 1")
-        require_way(self.captions)
-        for flag, amount in (("--holdout", self.holdout), ("--validation", self.validation)):
-            if amount is not None and (not amount > 0 or (amount > 1 and amount % 1)):
-                raise InputError(f"{flag} {amount:g}: a share between 0 and 1, or a whole number of pictures")
-        if self.shuffle_captions is not None and not 0 < self.shuffle_captions <= 1:
-            raise InputError(f"--shuffle-captions {self.shuffle_captions:g}: a share above 0, at most 1")
-        if not 0 <= self.seed < 1 << 63:
-            raise InputError(f"--seed {self.seed}: from 0 to 2^63 - 1")
-        if self.verify and not self.in_place:
-            raise InputError("--verify goes with --in-place; without it every image is decoded anyway")
-        if self.in_place and (self.resize is not None or self.shards is not None):
-            raise InputError("--in-place copies nothing, so it takes neither --resize nor --shards")
-
-    def params(self) -> dict[str, Any]:
-        """Everything that changes the bytes of the result; keys that 0.1.0 did not have only where they are given."""
-        left_out = {"workers", *(["validation"] if self.validation is None else [])}
-        return {name: value for name, value in asdict(self).items() if name not in left_out}
-
-    @property
-    def held_out(self) -> dict[str, float]:
-        """The splits that are drawn, each with its share of the pictures or their number."""
-        amounts = {TEST: self.holdout, VALIDATION: self.validation}
-        return {split: amount for split, amount in amounts.items() if amount is not None}
-
-    def read_options(self) -> ReadOptions:
-        return ReadOptions(
-            image_root=self.image_root,
-            image_column=self.image_column,
-            caption_column=self.caption_column,
-            captions=self.captions,
-            header=self.header,
-            split=self.split,
-        )
 
 
 def shard(sources: Sequence[str], workspace: str, config: ShardConfig, *, overwrite: bool = False) -> dict[str, Any]:
@@ -191,7 +111,7 @@ def _run(
     parts = root / PARTS
     _pin(sources, before, begun)
     with Workers(config.workers or available_cpus()) as workers:
-        plan = read_sources(sources, config.read_options(), workers, parts / "spool", in_place=config.in_place)
+        plan = read_sources(sources, _read_options(config), workers, parts / "spool", in_place=config.in_place)
         if config.in_place:
             plan.cut_by_tar()
         else:
@@ -342,3 +262,14 @@ def _require_something_kept(root: Path, plan: Plan, tally: Tally) -> None:
             f"({', '.join(f'{count:,} {reason}' for reason, count in reasons.most_common())}); "
             f"the first: {first['detail']}{hint}"
         )
+
+
+def _read_options(config: ShardConfig) -> ReadOptions:
+    return ReadOptions(
+        image_root=config.image_root,
+        image_column=config.image_column,
+        caption_column=config.caption_column,
+        captions=config.captions,
+        header=config.header,
+        split=config.split,
+    )

@@ -18,7 +18,8 @@ import numpy as np
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.files.urls import is_remote, local_path, size_of
-from fnpipe.pipeline.images.decode import MAX_PIXELS, decode_or_none
+from fnpipe.pipeline.images.decode import decode_or_none
+from fnpipe.pipeline.machine.limits import MAX_PIXELS
 from fnpipe.pipeline.workspace.pairs import Pairs
 
 _NAME_BYTES = 100

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 
 from fnpipe.pipeline.embed.compute import ShardRows, unit_rows
+from fnpipe.pipeline.embed.config import EmbedConfig
 from fnpipe.pipeline.embed.load import ShardTask
-from fnpipe.pipeline.embed.stage import EmbedConfig, EmbedSummary, compute_options, fill
+from fnpipe.pipeline.embed.stage import EmbedSummary, compute_options, fill
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.digests import digest_weights
 from fnpipe.pipeline.machine.progress import Advance

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fnpipe.pipeline.errors import InputError
 
 if TYPE_CHECKING:
-    from fnpipe.mining.connections.stage import MineConfig
+    from fnpipe.mining.connections.config import MineConfig
     from fnpipe.mining.discriminators.protocol import AnyDiscriminator
     from fnpipe.mining.discriminators.similarity import LogisticFit, Similarity
     from fnpipe.pipeline.workspace.workspace import Workspace

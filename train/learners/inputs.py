@@ -11,7 +11,8 @@ from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity
 from fnpipe.mining.data.train_pairs import read_train_pairs, train_pairs_of
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.edges.lookup import EdgeLookup
-from fnpipe.mining.edges.reader import TAU_HIGH, TAU_LOW, EdgesInfo, read_recorded
+from fnpipe.mining.edges.reader import EdgesInfo, read_recorded
+from fnpipe.mining.edges.thresholds import TAU_HIGH, TAU_LOW
 from fnpipe.mining.plans.plan import plan_epochs
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.digests import file_digest

@@ -1,0 +1,14 @@
+"""The thresholds on p that give edges their labels."""
+
+from __future__ import annotations
+
+from fnpipe.pipeline.errors import InputError
+
+# MAFA's.
+TAU_LOW, TAU_HIGH = 0.5, 0.8
+
+
+def check_thresholds(tau_low: float, tau_high: float) -> None:
+    """Raise InputError unless ``0 <= tau_low <= tau_high <= 1``."""
+    if not 0 <= tau_low <= tau_high <= 1:
+        raise InputError(f"need 0 <= tau_low <= tau_high <= 1, got {tau_low} and {tau_high}")

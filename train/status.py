@@ -17,7 +17,7 @@ from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.files.urls import is_remote, local_path
 from fnpipe.pipeline.made_by import MADE_BY
 from fnpipe.pipeline.shard.config import ShardConfig
-from fnpipe.pipeline.shard.stage import summary_of
+from fnpipe.pipeline.shard.stage import finished_summary
 from fnpipe.pipeline.workspace.manifest import MANIFEST, read_manifest
 from fnpipe.pipeline.workspace.schemas import PARTS
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
@@ -58,7 +58,7 @@ def status(workspace: str, *, quarantine: bool = False) -> dict[str, Any]:
     stages, lost = _stages(opened), _lost(opened)
     summary |= {
         "state": "sharded",
-        "counts": summary_of(root, manifest),
+        "counts": finished_summary(root, manifest),
         "lost": lost,
         "stages": [stage.described() for stage in stages],
         "next": _next_after_loss(root, manifest, lost) if lost else _next(root, stages),

@@ -61,7 +61,7 @@ def shard(sources: Sequence[str], workspace: str, config: ShardConfig, *, overwr
     with alone(root):
         before = begin(root, begun, overwrite=overwrite)
         if before.get("complete") and inputs_unchanged(before["inputs"]):
-            return _finished_before(root, before)
+            return {**finished_summary(root, before), "already_finished": True}
         try:
             manifest = _run(root, opened, config, before, begun)
         except InputError:
@@ -73,19 +73,22 @@ def shard(sources: Sequence[str], workspace: str, config: ShardConfig, *, overwr
             raise InputError(str(nothing)) from None
     seconds = round(time.monotonic() - started, 3)
     if before.get("complete"):
-        return {**_finished_before(root, manifest), "seconds": seconds}
-    return {**summary_of(root, manifest), "already_finished": False, "seconds": seconds}
+        return {**finished_summary(root, manifest), "already_finished": True, "seconds": seconds}
+    return {**_summary_of(root, manifest), "already_finished": False, "seconds": seconds}
 
 
-def _finished_before(root: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """The summary of a sharding that is run again: only the tables of the sources are looked at, not the pictures."""
-    summary = summary_of(root, manifest)
+def finished_summary(root: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """What is said of a sharding that was finished before: of what was left out, also how it is read again.
+
+    Only the record is looked at, not the pictures.
+    """
+    summary = _summary_of(root, manifest)
     left_out = sum(manifest["counts"].get("quarantined", {}).values())
     again = [f"{left_out:,} rows were left out; if their files are there now, --overwrite reads them again"]
-    return {**summary, "already_finished": True, "notes": [*summary["notes"], *(again if left_out else [])]}
+    return {**summary, "notes": [*summary["notes"], *(again if left_out else [])]}
 
 
-def summary_of(root: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+def _summary_of(root: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """What a finished manifest says, in the words of the command's output."""
     return {
         "workspace": str(root),

@@ -100,7 +100,7 @@ def test_modules_definitions_and_paths_that_a_page_names_are_there(page: Path):
         assert re.search(rf"^(?:def |class |){what}\b", module_file(name).read_text(), re.MULTILINE), (
             f"{what} in {name}"
         )
-    for path in re.findall(r"`((?:pipeline|mining|train|cli|tests|tools|benchmarks)/[\w./-]+)`", text):
+    for path in re.findall(r"`((?:pipeline|mining|train|cli|tests|tools|benchmarks|experiments)/[\w./-]+)`", text):
         assert (ROOT / path).exists(), path
 
 

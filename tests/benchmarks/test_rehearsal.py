@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from conftest import ROOT
 from fnpipe.cli.main import run as run_command
 
-BENCHMARKS = ROOT / "benchmarks"
+BENCHMARKS = ROOT / "benchmarks" / "scale"
 SCENES = 320
 
 

@@ -20,8 +20,8 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.train.learners.keys import TrainConfig, make_config
 from fnpipe.train.model.build import load_model
 
-BENCHMARKS = ROOT / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # where the script's modules look for each other
+SCRIPTS = ROOT / "experiments" / "effect"
+sys.path[:0] = [str(SCRIPTS), str(ROOT / "tools")]  # where the script's modules look for each other
 
 import demo_checkpoints  # noqa: E402
 import effect  # noqa: E402

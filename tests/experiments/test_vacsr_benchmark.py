@@ -13,7 +13,7 @@ import pytest
 
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "experiments" / "vacsr"))
 import vacsr as benchmark
 
 from conftest import MakeWorkspace

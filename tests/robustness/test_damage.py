@@ -205,9 +205,9 @@ def test_tars_that_changed_places_or_length_are_refused_and_looked_at_once(make_
 
 @pytest.mark.slow
 def test_of_random_damages_none_ends_in_a_fault_or_in_another_result_that_a_cheap_check_could_have_told():
-    benchmarks, light = ROOT / "benchmarks", ("group 32", "inspect", "export", "status")
-    command = [sys.executable, str(benchmarks / "damage.py"), "--cells", "8", "--scenes", "45", "--commands", *light]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=benchmarks)
+    scripts, light = ROOT / "tools" / "robustness", ("group 32", "inspect", "export", "status")
+    command = [sys.executable, str(scripts / "damage.py"), "--cells", "8", "--scenes", "45", "--commands", *light]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=scripts)
     assert found.returncode == 0, f"{found.stdout}\n{found.stderr}"
 
 

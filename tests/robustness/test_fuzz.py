@@ -1,4 +1,4 @@
-"""Readers of files, fed with files that are none: a short form of `benchmarks/fuzz.py`, and what it once found."""
+"""Readers of files, fed with files that are none: a short form of `tools/robustness/fuzz.py`, and what it found."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from fnpipe.pipeline.sources.open import READERS, open_sources
 from fnpipe.pipeline.sources.rows import RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Tools
 
-SCRIPT = ROOT / "benchmarks" / "fuzz.py"
+SCRIPT = ROOT / "tools" / "robustness" / "fuzz.py"
 
 
 def test_a_few_inputs_of_every_reader_end_in_one_line():

@@ -1,4 +1,4 @@
-"""Every stage killed and run again, on full disks and on such that may only be read: short forms of two benchmarks."""
+"""Every stage killed and run again, on full disks and on such that may only be read: short forms of two scripts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fnpipe.pipeline.files import arrays, tables
 from fnpipe.train.loop import checkpoints
 from fnpipe.train.runs.state import write_state
 
-BENCHMARKS = ROOT / "benchmarks"
+SCRIPTS = ROOT / "tools" / "robustness"
 
 
 def report_of(script: str, *words: str) -> dict[str, Any]:
-    command = [sys.executable, str(BENCHMARKS / script), *words]
-    found = subprocess.run(command, capture_output=True, text=True, cwd=BENCHMARKS)
+    command = [sys.executable, str(SCRIPTS / script), *words]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=SCRIPTS)
     assert found.returncode == 0, f"{found.stdout}\n{found.stderr}"
     return json.loads(found.stdout.splitlines()[-1])
 

@@ -21,7 +21,7 @@ from fnpipe.train.model.model import VLModel
 
 
 def _load_script() -> ModuleType:
-    path = ROOT / "benchmarks" / "demo_checkpoints.py"
+    path = ROOT / "tools" / "demo_checkpoints.py"
     spec = importlib.util.spec_from_file_location("demo_checkpoints", path)
     assert spec is not None
     assert spec.loader is not None

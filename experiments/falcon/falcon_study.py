@@ -1,7 +1,7 @@
 """How hard should batches be, and what does FALCON's scheduler learn about it? Retrieval after training at each way.
 
-    python benchmarks/falcon_study.py DIR                     # all rows, one to three minutes each on an idle core
-    python benchmarks/falcon_study.py DIR fixed-0.99-1024 fixed-1-1024
+    python experiments/falcon/falcon_study.py DIR  # all rows, one to three minutes each on an idle core
+    python experiments/falcon/falcon_study.py DIR fixed-0.99-1024 fixed-1-1024
 
 Drawn scenes, 8,192 to train on and 1,000 to test; every row starts from the shipped encoder and trains for five epochs
 (640 steps of 64), without gradient clipping. A row is a fixed quantile, or the scheduler on the log-rank scale: learned

@@ -1,7 +1,7 @@
 """Kill every stage at random moments, run it again to the end, and compare every byte with a run left alone.
 
-    python benchmarks/kill_stages.py [--kills 100 --scenes 300 --stages shard embed ... --seed 0 --place DIR]
-    python benchmarks/kill_stages.py --first 40 --later 20 [--overwrite] [...]
+    python tools/robustness/kill_stages.py [--kills 100 --scenes 300 --stages shard embed ... --seed 0 --place DIR]
+    python tools/robustness/kill_stages.py --first 40 --later 20 [--overwrite] [...]
 
 A round starts from the files that the stages before it left. Its run is killed (SIGKILL) at a random moment: half of
 the rounds after a random time, the other half just before a random change to the file system (a rename, a removal, a

@@ -1,6 +1,6 @@
 """How long do the figures of COCO's 5k test take, how much memory, and are they those of the `eccv_caption` package?
 
-    python benchmarks/eccv.py            needs fnpipe[eval]; COCO itself is not needed
+    python benchmarks/speed/eccv.py            needs fnpipe[eval]; COCO itself is not needed
 
 Embeddings of 5,000 images and 25,000 captions are drawn, so that a part of the captions finds its image, and measured
 as `fnpipe evaluate --eccv` does: the whole block of both directions under COCO's 1k and 5k, CxC and ECCV Caption.

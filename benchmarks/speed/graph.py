@@ -1,8 +1,8 @@
 """How long does `fnpipe build-graph` take, how much memory, and how much of the true graph does it find?
 
-    python benchmarks/graph.py --pairs 400000
-    python benchmarks/graph.py --pairs 4000000 --workspace DIR --resume     after a kill: steps that are done are kept
-    python benchmarks/graph.py --pairs 400000 --device cuda                 the GPU search beside FAISS's
+    python benchmarks/speed/graph.py --pairs 400000
+    python benchmarks/speed/graph.py --pairs 4000000 --workspace DIR --resume  after a kill: what is done is kept
+    python benchmarks/speed/graph.py --pairs 400000 --device cuda              the GPU search beside FAISS's
 
 Builds a synthetic workspace, builds its graph as the command does, and holds a sample of the lists against exact
 float32 search with FAISS (IndexFlatIP), timed on that sample and scaled to all queries. Up to a million pairs FAISS's

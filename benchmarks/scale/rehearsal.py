@@ -1,6 +1,6 @@
 """What the whole chain takes on 10,000, 30,000 and 100,000 drawn scenes, stage by stage, and how it grows.
 
-    python benchmarks/rehearsal.py --root DIR [--scenes 500 10000 30000 100000]
+    python benchmarks/scale/rehearsal.py --root DIR [--scenes 500 10000 30000 100000]
 
 Every stage is one command of `fnpipe` in a process of its own. Wall seconds, CPU seconds, the peak memory of its whole
 process tree (anonymous, and beside it mapped files) and the bytes it leaves are kept in DIR/<scenes>/rehearsal.json; a

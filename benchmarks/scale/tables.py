@@ -1,6 +1,6 @@
 """What the tables of a workspace take in a process that plans, mines, trains or evaluates: seconds, and bytes a pair.
 
-    python benchmarks/tables.py --pairs 1000000
+    python benchmarks/scale/tables.py --pairs 1000000
 
 The workspace holds nothing but its tables: one caption a picture, of ten words and a number. Every part is read in a
 process of its own; its anonymous memory is that beyond the program's. The last line is JSON.

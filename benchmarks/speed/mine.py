@@ -1,7 +1,7 @@
 """How much faster one pass judges than judging every combination from scratch.
 
-    python benchmarks/mine.py                       # ALBEF's proportions: ViT-B/16 at 256 px, 6 + 6 text layers
-    python benchmarks/mine.py --device cuda --images 2000 --batch 100 --scratch 512
+    python benchmarks/speed/mine.py                       # ALBEF's proportions: ViT-B/16 at 256 px, 6 + 6 text layers
+    python benchmarks/speed/mine.py --device cuda --images 2000 --batch 100 --scratch 512
 
 The same model with random weights judges the same combinations twice: by `mine_connections` (every picture and caption
 encoded once a block, cross-attention keys once a picture), and each by itself, pictures and captions encoded every

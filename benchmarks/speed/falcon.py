@@ -1,7 +1,7 @@
 """What FALCON costs beside plain training: its second forward pass, its policy, and the construction of its batches.
 
-    python benchmarks/falcon.py                                               # ALBEF's shape, reduced; a few minutes
-    python benchmarks/falcon.py --model albef-base --device cuda --precision bf16
+    python benchmarks/speed/falcon.py  # ALBEF's shape, reduced; a few minutes
+    python benchmarks/speed/falcon.py --model albef-base --device cuda --precision bf16
 
 Steps of `grit` and of `falcon` (per anchor, learning) are timed in turn on one model and the same random batches of 96:
 forward, backward, AdamW, and for FALCON the loss once more under the same masks, the policy's update, and the cache of

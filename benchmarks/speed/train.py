@@ -1,8 +1,8 @@
 """What MAFA costs in training when its judgements are looked up, and what the loader and the look-up cost.
 
-    python benchmarks/train.py                                       # ALBEF's proportions on two cores, some minutes
-    python benchmarks/train.py --model fnpipe-tiny --batch 64 --rounds 12 --no-blip      # a minute
-    python benchmarks/train.py --batch 128 --rounds 12 --device cuda --precision bf16
+    python benchmarks/speed/train.py                                   # ALBEF's proportions on two cores, some minutes
+    python benchmarks/speed/train.py --model fnpipe-tiny --batch 64 --rounds 12 --no-blip  # a minute
+    python benchmarks/speed/train.py --batch 128 --rounds 12 --device cuda --precision bf16
 
 Steps of `grit`, of `mafa` with precomputed edges, and of MAFA with Con-D run inside the step are timed in turn on the
 same random batches: forward, backward, AdamW. A ratio is the median over the rounds, of CPU seconds on a CPU, which

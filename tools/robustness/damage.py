@@ -1,6 +1,6 @@
 """Damage every file of a workspace in five ways, and see which command notices.
 
-    python benchmarks/damage.py [--scenes 60 --cells 400 --commands mine-connections ... --seed 0]
+    python tools/robustness/damage.py [--scenes 60 --cells 400 --commands mine-connections ... --seed 0]
 
 A cell is one file, one damage and one command. The command runs on a damaged copy of a sound workspace, in a process
 of its own, and what it prints and leaves is compared with what it does on the sound one:

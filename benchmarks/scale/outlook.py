@@ -1,6 +1,6 @@
 """What 4 and 400 million pairs would take, from what was measured on fewer.
 
-    python benchmarks/outlook.py REHEARSAL.json [--pairs 4000000 400000000]
+    python benchmarks/scale/outlook.py REHEARSAL.json [--pairs 4000000 400000000]
 
 REHEARSAL.json holds the last line of `rehearsal.py`. Nothing is measured here. A figure stands as it is where it was
 measured at that size; `~` marks one that was carried on from another size, in proportion, and `?` one that rests on an

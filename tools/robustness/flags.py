@@ -1,6 +1,6 @@
 """Flags that contradict each other, are out of range, empty, repeated, in other scripts, or enormous: every command.
 
-    python benchmarks/flags.py [--limit N] [--only embed ...]
+    python tools/robustness/flags.py [--limit N] [--only embed ...]
 
 Each combination runs in a process of its own on a fresh copy of a small workspace that every stage has been through.
 A combination is right if it ends with exit code 2 and one line on stderr, or, where the flags may mean something, with

@@ -1,6 +1,6 @@
 """How fast are GRIT's chains, a whole epoch's plan, and the chain over everything; and how good is the last?
 
-    python benchmarks/group.py --pairs 4000000 --workspace DIR
+    python benchmarks/speed/group.py --pairs 4000000 --workspace DIR
 
 `ratio_*`: `grit_order` against a straightforward torch chain that masks rows and columns of the full matrices at every
 step, doing what GRIT-VLP's released code does; `masking_ratio_*`: against the leanest such chain. Products are included

@@ -1,6 +1,6 @@
 """How fast `fnpipe shard` is against a plain loop of Pillow and WebDataset's ShardWriter, and how much memory it takes.
 
-    python benchmarks/shard.py [--images 120000 --large 10000 --rows 2000000]
+    python benchmarks/speed/shard.py [--images 120000 --large 10000 --rows 2000000]
 
 The last line of the output is one JSON object: ``ratio_vs_shardwriter`` (the smaller of those at 64 pixels and at
 640x480), ``ratio_in_place`` (headers only), ``ratio_in_place_verified`` (all decoded), ``rows_per_s`` and ``peak_gib``

@@ -1,6 +1,6 @@
 """Run every stage on a disk that is full, and on one that may only be read; then give it room, and compare the bytes.
 
-    python benchmarks/full_disk.py [--scenes 300 --stages shard embed ... --room 0 0.3 0.7]
+    python tools/robustness/full_disk.py [--scenes 300 --stages shard embed ... --room 0 0.3 0.7]
 
 Needs root, for a small file system in memory is mounted and grown. A round copies what the stages before left onto it,
 leaves the given share of the room that the stage needs, and runs it: it must end with exit code 1 and one line, or

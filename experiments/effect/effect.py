@@ -1,9 +1,9 @@
 """What do false negatives do to training, and what do fnpipe's methods do about them? On pairs whose truth is known.
 
-python benchmarks/effect.py DIR                        # the whole table: hours of one core; goes on where it stopped
-python benchmarks/effect.py DIR --quick                # fewer rows, one seed, smaller: 5 minutes
-python benchmarks/effect.py DIR --explore noise        # where S-ITC's claim is looked for; see --help
-python benchmarks/effect.py DIR --emoji EMOJI          # on real pictures: pairs.json and truth.parquet
+python experiments/effect/effect.py DIR                  # the whole table: hours of one core; goes on where it stopped
+python experiments/effect/effect.py DIR --quick          # fewer rows, one seed, smaller: 5 minutes
+python experiments/effect/effect.py DIR --explore noise  # where S-ITC's claim is looked for; see --help
+python experiments/effect/effect.py DIR --emoji EMOJI    # on real pictures: pairs.json and truth.parquet
 """
 
 from __future__ import annotations

@@ -12,16 +12,20 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import demo_checkpoints
 import numpy as np
 import torch
 from effect_regime import RANDOM, Regime, Row, Run
+
+# The models are trained as the shipped ones are.
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+import demo_checkpoints
 
 from fnpipe.mining.connections.judge import Judge
 from fnpipe.mining.connections.stage import MineConfig, mine_connections

@@ -1,8 +1,8 @@
 """Make the two checkpoints that ship with fnpipe, and measure them.
 
-    python benchmarks/demo_checkpoints.py                  # train both, one core each, then measure
-    python benchmarks/demo_checkpoints.py --train con_d    # train that one alone, then measure
-    python benchmarks/demo_checkpoints.py --train none     # measure those that are shipped
+    python tools/demo_checkpoints.py                  # train both, one core each, then measure
+    python tools/demo_checkpoints.py --train con_d    # train that one alone, then measure
+    python tools/demo_checkpoints.py --train none     # measure those that are shipped
 
 False negatives show only where the features are good enough to rank them first, which training from scratch does not
 reach in minutes. So two small models stand for what one would download: ``encoder.safetensors`` for a pretrained

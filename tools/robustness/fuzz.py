@@ -1,6 +1,6 @@
 """Feed every reader of files with files that are none, and count what is not answered in one line.
 
-    python benchmarks/fuzz.py [--inputs 10000 --targets json tar ... --seed 0]
+    python tools/robustness/fuzz.py [--inputs 10000 --targets json tar ... --seed 0]
 
 Inputs are drawn by hypothesis: valid files with bytes changed, taken out, doubled and cut off, headers with extreme
 numbers and valid checksums, JSON and YAML of any shape. A reader may return, or raise the exception that means "the

@@ -1,7 +1,7 @@
 """How fast ``fnpipe embed`` is against a plain PyTorch loop over the same pictures and captions.
 
-    python benchmarks/embed.py            2,000 pictures of 500 x 375 and 2,000 captions, about 8 minutes on 2 cores
-    python benchmarks/embed.py --quick    64 pictures and 256 captions, without the memory part, under a minute
+    python benchmarks/speed/embed.py          2,000 pictures of 500 x 375 and 2,000 captions, about 8 minutes on 2 cores
+    python benchmarks/speed/embed.py --quick  64 pictures and 256 captions, without the memory part, under a minute
 
 ViT-B-32 with random weights, which compute as long as trained ones. The loops are what one would write: a DataLoader
 with open_clip's transform, batches of 64, all 77 tokens; in fp32, and in the precision that fnpipe picks. The time of

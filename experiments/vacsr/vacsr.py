@@ -1,9 +1,9 @@
 """Does a small network on frozen embeddings pay: VACSR and its readings, tower adapters, and what they must beat?
 
-    python benchmarks/vacsr.py DIR                      # drawn scenes: an hour of one core; goes on where it stopped
-    python benchmarks/vacsr.py DIR --emoji EMOJI        # real pictures too: a folder with pairs.json and truth.parquet
-    python benchmarks/vacsr.py DIR --quick              # fewer pairs and rows, one seed: 2 minutes
-    python benchmarks/vacsr.py DIR --seeds 1 --only foreign   # some of it; --report trains nothing
+    python experiments/vacsr/vacsr.py DIR                     # drawn scenes: an hour of a core; goes on where it was
+    python experiments/vacsr/vacsr.py DIR --emoji EMOJI       # real pictures too: pairs.json and truth.parquet
+    python experiments/vacsr/vacsr.py DIR --quick             # fewer pairs and rows, one seed: 2 minutes
+    python experiments/vacsr/vacsr.py DIR --seeds 1 --only foreign  # some of it; --report trains nothing
 
 Four kinds of frozen embeddings. *In-domain*: the encoder that ships with fnpipe, trained on scenes like these.
 *Restyled*: an encoder trained on scenes in another style (`FOREIGN` in `fnpipe.pipeline.scenes.dataset`: other shades,
@@ -31,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -39,6 +40,9 @@ from typing import Any
 
 import numpy as np
 import torch
+
+# The models are trained as the shipped ones are.
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
 from demo_checkpoints import Recipe, normalised, pretrain, warm_up
 
 from fnpipe.mining.connections.judge import Judge

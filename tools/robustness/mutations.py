@@ -1,6 +1,6 @@
 """Put one fault after the other into a copy of the project, and see whether the tests notice.
 
-    python benchmarks/mutations.py [--only WORDS]
+    python tools/robustness/mutations.py [--only WORDS]
 
 The faults are those of `faults.txt`: wrong signs, ``>`` for ``>=``, swapped directions and thresholds, own pairs that
 are not excluded, and the like, each a few characters of one file. Every fault gets a process of its own, forked from
@@ -38,7 +38,7 @@ import pytest
 import torchvision.transforms.v2  # noqa: F401
 
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = HERE.parents[1]
 PACKAGES = ("pipeline", "mining", "train", "cli")
 ENOUGH = 0.9
 # A fault may make a loop endless; the tests of one file take a few seconds.

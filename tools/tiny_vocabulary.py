@@ -1,6 +1,6 @@
 """Makes the vocabulary of fnpipe-tiny: 1,000 byte-level BPE pieces, from the words below.
 
-    python benchmarks/tiny_vocabulary.py
+    python tools/tiny_vocabulary.py
 
 rewrites train/assets/fnpipe-tiny-vocabulary.json. The words are the grammar of the drawn scenes (``SCENE``, so frequent
 that each becomes one piece) and common English for short captions (``COMMON``, most of them one to three pieces).
@@ -9,6 +9,7 @@ Anything else, in any script, falls back to its UTF-8 bytes.
 
 from __future__ import annotations
 
+import argparse
 import json
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -97,6 +98,7 @@ ed er est ing ion ly ment ness s es tion al ous ive able ful less un re dis pre
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)

@@ -12,8 +12,9 @@ from conftest import MakeWorkspace
 from fnpipe.cli.main import run
 from fnpipe.mining.exports.card import loading
 from fnpipe.mining.exports.open_clip import training_command
+from fnpipe.mining.plans.config import GroupConfig
 from fnpipe.mining.plans.materialize import materialize
-from fnpipe.mining.plans.stage import GroupConfig, group
+from fnpipe.mining.plans.stage import group
 
 PAGE = (Path(__file__).parent.parent / "docs" / "exports.md").read_text()
 

@@ -46,7 +46,6 @@ FLOORS = (
 # What is still to be taken apart.
 CROWDED = ("pipeline.sources",)
 LONG = (
-    "mining.plans.stage",
     "pipeline.embed.import_clip_retrieval",
     "train.data.batches",
     "train.learners.embeddings",

@@ -199,7 +199,8 @@ def _build_graph(workspace: Workspace) -> Done:
 
 
 def _group(workspace: Workspace, config: DemoConfig) -> Done:
-    from fnpipe.mining.plans.stage import GroupConfig, group
+    from fnpipe.mining.plans.config import GroupConfig
+    from fnpipe.mining.plans.stage import group
 
     plans = [
         group(

@@ -29,8 +29,9 @@ from fnpipe.mining.data.train_pairs import read_train_pairs
 from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.mining.plans.chain import grit_order
+from fnpipe.mining.plans.config import GroupConfig
 from fnpipe.mining.plans.graph_walk import walk_graph
-from fnpipe.mining.plans.stage import GroupConfig, group
+from fnpipe.mining.plans.stage import group
 from fnpipe.pipeline.machine.compiled import compiled_sum
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 

@@ -24,7 +24,8 @@ from PIL import Image
 
 from fnpipe.mining.connections.stage import MineConfig, mine_connections
 from fnpipe.mining.edges.reader import read_edges
-from fnpipe.mining.plans.stage import GroupConfig, group
+from fnpipe.mining.plans.config import GroupConfig
+from fnpipe.mining.plans.stage import group
 from fnpipe.pipeline.files import arrays, tables
 from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.images.decode import decode_rgb

@@ -51,7 +51,7 @@ def audit_command(
     opened = Workspace.open(workspace)
     from fnpipe.mining.connections.config import MineConfig
     from fnpipe.mining.data.truth import Truth
-    from fnpipe.mining.plans.stage import parse_search_space
+    from fnpipe.mining.plans.config import parse_search_space
     from fnpipe.mining.views.audit import AuditConfig, audit, discriminator_judge  # torch loads here
     from fnpipe.mining.views.audit_plot import check_plot_path, label, write_plot
     from fnpipe.train.judges.specs import embeddings_for, load_discriminator

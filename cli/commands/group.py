@@ -50,8 +50,9 @@ def group_command(
     from fnpipe.pipeline.workspace.workspace import Workspace
 
     opened = Workspace.open(workspace)
+    from fnpipe.mining.plans.config import GroupConfig, parse_search_space
     from fnpipe.mining.plans.materialize import materialize
-    from fnpipe.mining.plans.stage import GroupConfig, group, parse_search_space  # torch loads here
+    from fnpipe.mining.plans.stage import group  # torch loads here
 
     config = GroupConfig(
         sampling=sampling,

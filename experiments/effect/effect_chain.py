@@ -34,7 +34,8 @@ from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.discriminators.protocol import Discriminator
 from fnpipe.mining.edges.labels import DISCRIMINATOR, label_candidates
 from fnpipe.mining.graph.stage import GraphConfig, build_graph
-from fnpipe.mining.plans.stage import ALL, GroupConfig, group, plan_epoch
+from fnpipe.mining.plans.config import ALL, GroupConfig
+from fnpipe.mining.plans.stage import group, plan_epoch
 from fnpipe.mining.views.accuracy import edges_against_truth
 from fnpipe.mining.views.audit import AuditConfig, audit, hardest_negatives
 from fnpipe.pipeline.embed.stage import EmbedConfig, embed

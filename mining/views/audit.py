@@ -21,7 +21,8 @@ from fnpipe.mining.data.train_pairs import TrainPairs, read_train_pairs
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator
 from fnpipe.mining.graph.graph import Graph
-from fnpipe.mining.plans.stage import ALL, GroupConfig, plan_epoch
+from fnpipe.mining.plans.config import ALL, GroupConfig
+from fnpipe.mining.plans.stage import plan_epoch
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace

@@ -13,7 +13,8 @@ from conftest import MakeWorkspace
 from fnpipe.cli.main import run
 from fnpipe.mining.connections.stage import MineConfig, mine_connections
 from fnpipe.mining.edges.reader import read_edges
-from fnpipe.mining.plans.stage import GroupConfig, group
+from fnpipe.mining.plans.config import GroupConfig
+from fnpipe.mining.plans.stage import group
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
 

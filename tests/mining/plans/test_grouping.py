@@ -10,8 +10,10 @@ import pytest
 from conftest import MakeWorkspace
 from fnpipe.mining.data.train_pairs import read_train_pairs
 from fnpipe.mining.graph.stage import GraphConfig, build_graph
+from fnpipe.mining.plans.chain import grit_order
+from fnpipe.mining.plans.config import GroupConfig, parse_search_space
 from fnpipe.mining.plans.plan import PLAN_SCHEMA, plan_epochs, read_plan
-from fnpipe.mining.plans.stage import GroupConfig, grit_order, group, parse_search_space
+from fnpipe.mining.plans.stage import group
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
@@ -85,7 +87,7 @@ def test_search_spaces_do_not_mix(clustered):
 
 def test_how_many_rows_are_read_at_a_time_changes_no_plan(clustered, monkeypatch):
     whole = plan_of(clustered, batch_size=6, search_space=12)
-    monkeypatch.setattr("fnpipe.mining.plans.stage._READ_ROWS", 12)
+    monkeypatch.setattr("fnpipe.mining.plans.search_spaces._READ_ROWS", 12)
     assert plan_of(clustered, batch_size=6, search_space=12, name="in-parts").equals(whole)
 
 

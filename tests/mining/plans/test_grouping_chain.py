@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnpipe.mining.plans.chain import BLOCK
-from fnpipe.mining.plans.stage import grit_order
+from fnpipe.mining.plans.chain import BLOCK, grit_order
 
 
 def order_by_the_words(images: np.ndarray, texts: np.ndarray, start: int) -> list[int]:

@@ -15,9 +15,10 @@ from PIL import Image
 from conftest import MakeWorkspace, flat_colour
 from fnpipe.cli.main import run
 from fnpipe.mining.plans import materialize as module
+from fnpipe.mining.plans.config import GroupConfig
 from fnpipe.mining.plans.materialize import materialize
 from fnpipe.mining.plans.plan import read_plan
-from fnpipe.mining.plans.stage import GroupConfig, group
+from fnpipe.mining.plans.stage import group
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train.data.stream import MaterializedPictures
 

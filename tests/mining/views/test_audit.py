@@ -16,8 +16,9 @@ from conftest import MakeWorkspace, flat_colour
 from fnpipe.cli.main import run
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.graph.stage import GraphConfig, build_graph
+from fnpipe.mining.plans.config import GroupConfig
 from fnpipe.mining.plans.plan import read_plan
-from fnpipe.mining.plans.stage import GroupConfig, group
+from fnpipe.mining.plans.stage import group
 from fnpipe.mining.views.audit import AuditConfig, audit, discriminator_judge, hardest_in_batch, hardest_negatives
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings

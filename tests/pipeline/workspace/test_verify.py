@@ -15,7 +15,8 @@ from PIL import Image
 
 from conftest import MakePairs, MakeWorkspace, write_embeddings
 from fnpipe.cli.main import run
-from fnpipe.mining.plans.stage import GroupConfig, group
+from fnpipe.mining.plans.config import GroupConfig
+from fnpipe.mining.plans.stage import group
 from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
 from fnpipe.pipeline.workspace.schemas import QUARANTINE_SCHEMA

@@ -17,7 +17,8 @@ from test_train_loop import write_edges, write_plan
 from conftest import MakeWorkspace, write_embeddings
 from fnpipe.cli.main import run as run_cli
 from fnpipe.mining.edges.reader import read_edges
-from fnpipe.mining.plans.stage import GroupConfig, group
+from fnpipe.mining.plans.config import GroupConfig
+from fnpipe.mining.plans.stage import group
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace

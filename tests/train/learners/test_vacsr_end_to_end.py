@@ -10,7 +10,8 @@ import torch
 from conftest import MakeWorkspace
 from fnpipe.cli.main import run as run_cli
 from fnpipe.mining.edges.reader import read_edges
-from fnpipe.mining.plans.stage import GroupConfig, group
+from fnpipe.mining.plans.config import GroupConfig
+from fnpipe.mining.plans.stage import group
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.learners.train_pictures import train
 from fnpipe.train.model.frozen_files import beside, load_frozen_run

@@ -47,7 +47,6 @@ FLOORS = (
 CROWDED = ("pipeline.sources",)
 LONG = (
     "pipeline.embed.import_clip_retrieval",
-    "train.data.batches",
     "train.learners.embeddings",
     "train.learners.pictures",
 )

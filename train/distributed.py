@@ -21,7 +21,7 @@ _PATIENCE = timedelta(days=7)
 
 
 @dataclass(frozen=True)
-class Processes:
+class World:
     """This process's place among all.
 
     Attributes:
@@ -99,20 +99,20 @@ def device_of_rank(device: str) -> torch.device:
 
 
 @contextmanager
-def processes(device: str) -> Iterator[Processes]:
+def processes(device: str) -> Iterator[World]:
     """Join the processes that torchrun started (gloo on CPUs, nccl on GPUs), or stand alone."""
     chosen = device_of_rank(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Processes(0, 1, chosen)
+        yield World(0, 1, chosen)
         return
     ours = not dist.is_initialized()
     if ours:
         dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo")
     try:
         waiting: Any = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        yield Processes(dist.get_rank(), dist.get_world_size(), chosen, waiting)
+        yield World(dist.get_rank(), dist.get_world_size(), chosen, waiting)
     finally:
         if ours:
             dist.destroy_process_group()

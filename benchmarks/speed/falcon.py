@@ -30,10 +30,10 @@ import torch
 
 from fnpipe.mining.data.train_pairs import train_pairs_of
 from fnpipe.train.data.batches import Batch
-from fnpipe.train.distributed import Processes
+from fnpipe.train.distributed import World
 from fnpipe.train.falcon.batches import EmbeddingCache, EpochConstruction, FalconSource
 from fnpipe.train.falcon.keys import resolve_falcon
-from fnpipe.train.falcon.policy import Drawing, Scheduler
+from fnpipe.train.falcon.policy import PolicyChooser, Scheduler
 from fnpipe.train.falcon.scheduler import Falcon, policy_config
 from fnpipe.train.learners.keys import TrainConfig
 from fnpipe.train.loop.optim import parameter_groups
@@ -132,7 +132,7 @@ class Steps:
         self.config = replace(config, **resolve_falcon(config, BATCH, small=False))
         self.source = make_source()
         loader: Any = PreparedLoader(make_batches(self.model, BATCH, 3, torch.device("cpu")))
-        group = Processes(0, 1, self.device)
+        group = World(0, 1, self.device)
         self.falcon = Falcon(self.config, self.source, loader, self.step, group, self.source.batches_per_epoch)
 
     def plain(self, batch: Batch) -> StepInput:
@@ -147,9 +147,9 @@ class Steps:
 
     def with_falcon(self, batch: Batch) -> None:
         inputs = self.plain(batch)
-        self.falcon.saw(0, inputs, self.losses)
-        self.falcon.learn()
-        self.falcon.settle()
+        self.falcon.after_forward(0, inputs, self.losses)
+        self.falcon.after_step()
+        self.falcon.commit()
 
 
 def time_construction(source: FalconSource, config: TrainConfig, clock: Clock) -> float:
@@ -161,7 +161,7 @@ def time_construction(source: FalconSource, config: TrainConfig, clock: Clock) -
         construction = EpochConstruction(source, EmbeddingCache(source, WIDTH), 0, np.zeros(SEARCH_SPACE, bool))
         for number in range(source.batches_per_epoch):
             rng = np.random.default_rng([repetition, number])
-            construction.construct(number, Drawing(snapshot, policy, rng))
+            construction.construct(number, PolicyChooser(snapshot, policy, rng))
         seconds.append(clock.now() - start)
     return float(np.median(seconds))
 

@@ -37,8 +37,9 @@ from fnpipe.pipeline.images.decode import decode_rgb
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.augment import make_augment
-from fnpipe.train.data.batches import FullPixels, Loader, RandomBatches
+from fnpipe.train.data.batches import DecodingLoader, Loader
 from fnpipe.train.data.pictures import Samples
+from fnpipe.train.data.plans import RandomBatches
 from fnpipe.train.loop.optim import parameter_groups
 from fnpipe.train.model.build import build_model
 from fnpipe.train.model.config import ModelConfig
@@ -216,7 +217,7 @@ def time_loader(images: int, rounds: int = 3) -> dict[str, float]:
         samples = Samples.of(workspace)
         augment = make_augment("open-clip", 224, False, lambda rgb: torch.empty(0))
         loader = Loader(
-            samples, FullPixels(samples, 224, augment, 0), lambda texts: torch.zeros(len(texts), 1), None, None, 0
+            samples, DecodingLoader(samples, 224, augment, 0), lambda texts: torch.zeros(len(texts), 1), None, None, 0
         )
         plan = RandomBatches(read_train_pairs(workspace), 64, 0).epoch(0)
 

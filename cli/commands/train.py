@@ -142,4 +142,6 @@ def _print_training(workspace: str, summary: dict[str, Any]) -> None:
     )
     if summary.get("unreadable"):
         console.print(f"{summary['unreadable']:,} rows were left out: their pictures cannot be decoded.")
+    for note in summary.get("notes", ()):
+        console.print(f"{note}.")
     console.print(f"Next: fnpipe evaluate {shown(shlex.quote(workspace))} --run {shown(shlex.quote(summary['run']))}")

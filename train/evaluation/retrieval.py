@@ -218,10 +218,8 @@ class _Encoder:
             for rows in _chunks(high - low, FUSE_BATCH):
                 part = slice(low + rows.start, low + rows.stop)
                 text, mask = tokens.take(texts[part])
-                fused = self.model.fuse(
-                    text, mask, image_keys, (images[part] - block.start).to(self.device), first_only=True
-                )
-                scores = self.model.itm_logits(fused).float()
+                rows_of = (images[part] - block.start).to(self.device)
+                scores = self.model.pair_logits(text, mask, image_keys, rows_of).float()
                 logits[part] = (scores[:, 1] - scores[:, 0]).cpu()
             # Combinations judged once stand for all their repeats in the progress.
             share = len(keys) * high // len(distinct)

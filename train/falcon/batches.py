@@ -28,7 +28,7 @@ from fnpipe.pipeline.machine.memory import total_memory
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.train.data.batches import Batch, Loader
 from fnpipe.train.falcon.chain import Chooser, construct, pair_similarities
-from fnpipe.train.falcon.policy import Draws, Recorded, Snapshot
+from fnpipe.train.falcon.policy import Draws, LoggedChooser, Snapshot
 
 # Similarities of open search spaces alive at a time.
 _SIM_BYTES = 1 << 29
@@ -222,8 +222,8 @@ class FalconBatches:
                     begun += 1
                 yield made.popleft().result().result()
 
-    def settle(self, done: Constructed) -> None:
-        """A round, the first one that was handed out and not settled, has been trained on."""
+    def commit(self, done: Constructed) -> None:
+        """A round, the first one that was handed out and not committed, has been trained on."""
         self.used[done.rows] = True
         self.pending.popleft()
 
@@ -235,7 +235,7 @@ class FalconBatches:
         for rank in range(self.world):
             batch = number * self.world + rank
             rng = np.random.default_rng([self.source.seed, epoch, batch, 0xFD])
-            choose = Recorded(self.make_chooser(epoch * self.rounds + number, rng, snapshot))
+            choose = LoggedChooser(self.make_chooser(epoch * self.rounds + number, rng, snapshot))
             chosen.append((construction.construct(batch, choose), choose.draws()))
         rows = np.stack([rows for rows, _ in chosen])
         draws = chosen[self.rank][1]

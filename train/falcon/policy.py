@@ -135,7 +135,7 @@ class Draws:
     q: np.ndarray
 
 
-class Drawing:
+class PolicyChooser:
     """A `Chooser` that draws from a policy, and remembers; made anew for every batch."""
 
     def __init__(self, snapshot: Snapshot, config: PolicyConfig, rng: np.random.Generator) -> None:
@@ -151,7 +151,7 @@ class Drawing:
         return rank_at(self.u[-1], len(ordered), self.config.log_scale)
 
 
-class Recorded:
+class LoggedChooser:
     """Any `Chooser`, with the quantiles at which it chose."""
 
     def __init__(self, choose: Chooser) -> None:
@@ -166,7 +166,7 @@ class Recorded:
 
     def draws(self) -> Draws:
         q = np.array(self.q)
-        if isinstance(self.choose, Drawing):
+        if isinstance(self.choose, PolicyChooser):
             return Draws(np.array(self.choose.x), np.array(self.choose.u), q)
         return Draws(np.empty((0, 0)), np.empty(0), q)
 

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from fnpipe.train.data.batches import Batch, Loader
-from fnpipe.train.distributed import Processes
+from fnpipe.train.distributed import World
 from fnpipe.train.falcon.batches import Constructed, EmbeddingCache, FalconBatches, FalconSource
 from fnpipe.train.falcon.chain import Chooser, Constant, ramp
 from fnpipe.train.falcon.keys import FIXED, LEARNED, LOG_RANK, FalconKeys
-from fnpipe.train.falcon.policy import Drawing, PolicyConfig, Scheduler, Snapshot
+from fnpipe.train.falcon.policy import PolicyChooser, PolicyConfig, Scheduler, Snapshot
 from fnpipe.train.objectives.step import Seen, StepInput, TrainStep
 
 
@@ -32,15 +32,15 @@ class _Work:
 class Falcon:
     """The state of FALCON in a run.
 
-    The order of calls in a step: `batches` hands out, `saw` after each forward pass, `learn` after the optimiser's
-    step, `settle` when the step counts as made.
+    The order of calls in a step: `batches` hands out, `after_forward` after each forward pass, `after_step` after the
+    optimiser's step, `commit` when the step counts as made.
     """
 
     config: FalconKeys
     source: FalconSource
     loader: Loader
     step: TrainStep
-    group: Processes
+    group: World
     total_rounds: int
     _in_work: list[_Work] = field(default_factory=list)
 
@@ -68,7 +68,7 @@ class Falcon:
     def _chooser(self, number: int, rng: np.random.Generator, snapshot: Snapshot | None) -> Chooser:
         log_scale = self.config.quantile_scale == LOG_RANK
         if snapshot is not None:
-            return Drawing(snapshot, self.policy_config, rng)
+            return PolicyChooser(snapshot, self.policy_config, rng)
         if self.config.scheduler == FIXED:
             assert self.config.quantile is not None
             return Constant(self.config.quantile, log_scale)
@@ -81,7 +81,7 @@ class Falcon:
             self._in_work.append(_Work(made))
             yield made.batch
 
-    def saw(self, position: int, batch: StepInput, losses: Mapping[str, torch.Tensor]) -> None:
+    def after_forward(self, position: int, batch: StepInput, losses: Mapping[str, torch.Tensor]) -> None:
         """The forward pass on the step's batch number ``position`` is over."""
         work = self._in_work[position]
         work.seen = self.step.seen
@@ -92,7 +92,7 @@ class Falcon:
     def _rewarded(self) -> bool:
         return self.scheduler is not None and self.config.policy_lr > 0
 
-    def learn(self) -> dict[str, float]:
+    def after_step(self) -> dict[str, float]:
         """Measure the reward of the step just made and update the policy; what there is to log."""
         q = np.concatenate([work.made.draws.q for work in self._in_work])
         values = {"q": float(q.mean()), "q_spread": float(q.std())}
@@ -111,12 +111,12 @@ class Falcon:
         assert work.seen is not None
         return float(self.step.again(work.batch, work.seen.masked))
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """The step counts: its pairs are used, and its embeddings are those of the next epoch."""
         for work in self._in_work:
             assert work.seen is not None
             self._keep(work.made, work.seen)
-            self.constructed.settle(work.made)
+            self.constructed.commit(work.made)
         self._in_work.clear()
 
     def _keep(self, made: Constructed, seen: Seen) -> None:

@@ -99,7 +99,7 @@ class ItmDiscriminator:
             mask = (torch.arange(longest) < lengths[:, None]).to(self._device)
             tokens = texts.tokens[text.to(self._device), :longest]
             with self._autocast():
-                logits = self._model.itm_logits(self._model.fuse(tokens, mask, images, image, first_only=True))
+                logits = self._model.pair_logits(tokens, mask, images, image)
             scores[rows] = logits.float().softmax(1)[:, 1].cpu().numpy()
         return scores
 

@@ -34,7 +34,7 @@ from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.record import FORMAT_VERSION
 from fnpipe.pipeline.workspace.schemas import TEST
 from fnpipe.pipeline.workspace.workspace import Workspace, reading
-from fnpipe.train.data.batches import (
+from fnpipe.train.data.plans import (
     BatchSource,
     EpochPlan,
     RandomBatches,

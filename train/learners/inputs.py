@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity
 from fnpipe.mining.data.train_pairs import read_train_pairs, train_pairs_of
@@ -14,24 +16,24 @@ from fnpipe.mining.edges.lookup import EdgeLookup
 from fnpipe.mining.edges.reader import EdgesInfo, read_recorded
 from fnpipe.mining.edges.thresholds import TAU_HIGH, TAU_LOW
 from fnpipe.mining.plans.plan import plan_epochs
+from fnpipe.pipeline.embed.cut_captions import CUT_SCHEMA, cut_notes, find_cut
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.digests import file_digest
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
-from fnpipe.train.data.batches import (
-    BatchSource,
-    RandomBatches,
-    WithoutPairs,
-    check_batch_size,
-    planned_batches,
-)
 from fnpipe.train.data.pictures import Samples
+from fnpipe.train.data.plans import BatchSource, RandomBatches, WithoutPairs, check_batch_size, planned_batches
 from fnpipe.train.data.stream import MaterializedPictures
 from fnpipe.train.falcon.batches import FalconSource
 from fnpipe.train.falcon.keys import FALCON, choose_search_space
 from fnpipe.train.learners.keys import TrainConfig
 from fnpipe.train.model.load import SHIPPED
 from fnpipe.train.model.tiny import TINY
+from fnpipe.train.model.tokenizer import CaptionTokenizer
+
+# More than any tokenizer puts around a caption.
+_SPECIAL_IDS = 4
+_CAPTIONS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Inputs:
     Attributes:
         edges: None where the method takes none and none were asked for. identity: what counts as recorded beside the
             recorded pairs; None: nothing does.
-        batches_per_epoch: of all processes together.
+        pair_ids: (n,) int64, the pairs of the train split. batches_per_epoch: of all processes together.
         stream: None: the pictures are read from the workspace's tars.
         thresholds: tau_low and tau_high by which the edges are labelled in this run.
         digests: what was read, by name; a resumed run must find the same.
@@ -51,6 +53,7 @@ class Inputs:
     samples: Samples
     source: BatchSource | FalconSource
     image_ids: np.ndarray
+    pair_ids: np.ndarray
     edges: EdgeLookup | None
     identity: Identity | None
     thresholds: tuple[float, float]
@@ -103,6 +106,7 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         samples=samples,
         source=source,
         image_ids=members.images,
+        pair_ids=members.pair_ids,
         edges=edges,
         identity=identity_beyond_records(workspace, bound),
         thresholds=thresholds,
@@ -111,6 +115,21 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         stream=stream,
         digests=digests,
     )
+
+
+def cut_captions(samples: Samples, pair_ids: np.ndarray, tokenizer: CaptionTokenizer) -> list[str]:
+    """A note on the captions that the tokenizer cuts, out of those of (n,) ``pair_ids``; none where it cuts none."""
+    captions = samples.captions.take(pa.array(pair_ids))
+    # An id stands for a byte at least, in ASCII: the short ones, which are nearly all, need not be looked at.
+    short = pc.and_(
+        pc.string_is_ascii(captions), pc.less(pc.binary_length(captions), tokenizer.context_length - _SPECIAL_IDS)
+    )
+    long, found = captions.filter(pc.invert(short)), []
+    for first in range(0, len(long), _CAPTIONS_AT_ONCE):
+        texts = long.slice(first, _CAPTIONS_AT_ONCE).to_pylist()
+        found.append(find_cut(tokenizer, texts, tokenizer(texts)).numpy())
+    rows = np.concatenate([np.empty((0, 2), np.int64), *found])
+    return cut_notes(pa.table([rows[:, 0], rows[:, 1]], CUT_SCHEMA), len(pair_ids))
 
 
 def identity_beyond_records(workspace: Workspace, bound: int) -> Identity | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 import time
@@ -21,9 +22,10 @@ from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.machine.progress import Advance, progress
 from fnpipe.pipeline.workspace.schemas import TEST
 from fnpipe.train.data.augment import make_augment
-from fnpipe.train.data.batches import Batch, FullPixels, Loader, Pixels, TinyPixels, share
+from fnpipe.train.data.batches import Batch, DecodingLoader, FittedLoader, Loader, Pixels
 from fnpipe.train.data.pictures import FittedPictures
-from fnpipe.train.distributed import Processes
+from fnpipe.train.data.plans import batches_of_rank
+from fnpipe.train.distributed import World
 from fnpipe.train.evaluation.queries import Queries
 from fnpipe.train.evaluation.retrieval import evaluate_model
 from fnpipe.train.falcon.batches import FalconSource
@@ -59,7 +61,7 @@ class Training:
         config: TrainConfig,
         inputs: Inputs,
         model: VLModel,
-        group: Processes,
+        group: World,
         directory: Path,
         record: dict[str, Any],
         queries: Queries | None,
@@ -116,7 +118,7 @@ class Training:
             self.log.close()
 
     def _steps_per_epoch(self) -> int:
-        batches = len(share(self.inputs.batches_per_epoch, self.group.rank, self.group.world))
+        batches = len(batches_of_rank(self.inputs.batches_per_epoch, self.group.rank, self.group.world))
         if not batches:
             raise InputError(
                 f"{self.inputs.batches_per_epoch} batches an epoch are too few for {self.group.world} processes"
@@ -160,7 +162,7 @@ class Training:
             assert self.falcon is not None
             return self.falcon.batches(epoch, self.position.batches)
         plan = source.epoch(epoch)
-        mine = share(len(plan), self.group.rank, self.group.world)[self.position.batches :]
+        mine = batches_of_rank(len(plan), self.group.rank, self.group.world)[self.position.batches :]
         return self.loader.batches(plan, epoch, mine)
 
     def _optimise(self, batches: list[Batch]) -> dict[str, float]:
@@ -186,12 +188,12 @@ class Training:
                 )
             last = i == len(batches) - 1
             with nullcontext() if last or self.group.world == 1 else self.parallel.no_sync():
-                moved = StepInput.of(batch, self.group.device)
+                moved = dataclasses.replace(StepInput.of(batch, self.group.device), across=self._recorded_across(batch))
                 total, losses, decisions = self.parallel(
                     moved, smoothing, mask_generator(config.seed, batch.epoch, batch.number)
                 )
                 if self.falcon is not None:
-                    self.falcon.saw(i, moved, losses)
+                    self.falcon.after_forward(i, moved, losses)
                 measured.append(self._measure(batch, total, losses, decisions))
                 self._require_finite(measured[-1]["loss"], "loss", [batch])
                 self.scaler.scale(total / len(batches)).backward()
@@ -206,9 +208,23 @@ class Training:
         self._move_average()
         own = {key: float(np.mean([m[key] for m in measured])) for key in measured[0]}
         if self.falcon is not None:
-            own |= self.falcon.learn()
+            own |= self.falcon.after_step()
         means = self.group.mean(own)
         return {**means, "temp": temperature, "lr": rate, "grad_norm": norm if math.isfinite(norm) else -1.0}
+
+    def _recorded_across(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """`StepInput.across` of a batch, by what the other processes' batches hold, which are as large."""
+        device = self.group.device
+        if self.step.config.gather_world == 1:
+            return None
+        ids = torch.from_numpy(np.stack([batch.image_ids, batch.pair_ids])).to(device)
+        images, pairs = torch.cat(self.group.gather(ids), 1).cpu().numpy()
+        blocks = (
+            self.loader.recorded(batch.image_ids[:, None], pairs),
+            self.loader.recorded(images, batch.pair_ids[:, None]),
+        )
+        i2t, t2i = (torch.from_numpy(block).to(device) for block in blocks)
+        return i2t, t2i
 
     def _move_average(self) -> None:
         """One step of the exponential mean; in the first steps it follows faster, to forget the start."""
@@ -281,7 +297,7 @@ class Training:
         self.position.step += 1
         self.position.seen += images
         if self.falcon is not None:
-            self.falcon.settle()
+            self.falcon.commit()
         if self.log is None:
             return
         line: dict[str, Any] = {"epoch": self.position.epoch, "batch": batches[0].number, **values}
@@ -390,6 +406,8 @@ class Training:
             result["evaluation"] = (
                 {k: v for k, v in evaluations[-1].items() if k not in ("kind",)} if evaluations else None
             )
+            if "notes" in self.record:
+                result["notes"] = self.record["notes"]
             plot_losses(self.directory, self._loss_names())
             if self.falcon is not None:
                 result["quantiles"] = {key: steps[-1][key] for key in ("q", "u", "reward") if key in steps[-1]}
@@ -406,12 +424,12 @@ def _pixels(config: TrainConfig, inputs: Inputs, model: VLModel) -> Pixels:
     if config.augment in ("tiny", "none"):
         budget = 0 if config.workers or inputs.stream else config.cache_mib << 20
         pictures = FittedPictures(inputs.samples, transform, model.image_size, inputs.image_ids, budget)
-        return TinyPixels(pictures, config.seed, flip, plain=config.augment == "none")
+        return FittedLoader(pictures, config.seed, flip, plain=config.augment == "none")
     augment = make_augment(config.augment, model.image_size, flip, transform)
-    return FullPixels(inputs.samples, model.image_size, augment, config.seed)
+    return DecodingLoader(inputs.samples, model.image_size, augment, config.seed)
 
 
-def _step_config(config: TrainConfig, group: Processes) -> StepConfig:
+def _step_config(config: TrainConfig, group: World) -> StepConfig:
     gathering = config.gather and group.world > 1
     return StepConfig(
         itm=bool(config.itm),

@@ -16,13 +16,13 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.processes import available_cpus
 from fnpipe.pipeline.workspace.record import FORMAT_VERSION
 from fnpipe.pipeline.workspace.workspace import Workspace, reading
-from fnpipe.train.data.batches import share
 from fnpipe.train.data.pictures import fits_in_memory
-from fnpipe.train.distributed import Processes, processes
+from fnpipe.train.data.plans import batches_of_rank
+from fnpipe.train.distributed import World, processes
 from fnpipe.train.evaluation.queries import read_queries
 from fnpipe.train.falcon.keys import check_reward
 from fnpipe.train.judges.itm import load_discriminator
-from fnpipe.train.learners.inputs import init_digest, open_inputs
+from fnpipe.train.learners.inputs import cut_captions, init_digest, open_inputs
 from fnpipe.train.learners.keys import TrainConfig, make_config, resolve
 from fnpipe.train.learners.pictures import Training
 from fnpipe.train.loop.session import (
@@ -94,7 +94,7 @@ def _prepare(
     asked: Mapping[str, Any],
     before: Mapping[str, Any] | None,
     directory: Path,
-    group: Processes,
+    group: World,
     overwrite: bool,
 ) -> Training:
     """Open everything, choose what was left open, and write ``config.json``; nothing is trained yet."""
@@ -122,7 +122,7 @@ def _prepare(
         architecture=architecture,
         itc_loss=model.config.itc_loss,
         text_attention=model.config.text_attention,
-        batches_per_epoch=len(share(inputs.batches_per_epoch, group.rank, group.world)),
+        batches_per_epoch=len(batches_of_rank(inputs.batches_per_epoch, group.rank, group.world)),
         batch_size=inputs.source.batch_size,
         grouped=inputs.source.grouped,
         splits=list(workspace.splits()),
@@ -155,6 +155,8 @@ def _prepare(
         "model": json.loads(json.dumps(dataclasses.asdict(model.config))),
         "torch": torch.__version__,
     }
+    if group.first and (notes := cut_captions(inputs.samples, inputs.pair_ids, model.tokenizer)):
+        record["notes"] = notes
     # Everything has been checked: only now may what is there be touched.
     group.wait()
     if group.first:

@@ -13,7 +13,7 @@ import torch
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
-from fnpipe.train.distributed import Processes
+from fnpipe.train.distributed import World
 from fnpipe.train.runs.directory import read_run_config
 
 # What a resumed run may change: where and how fast it runs, not what it computes.
@@ -21,7 +21,7 @@ FREE_ON_RESUME = frozenset({"device", "threads", "workers", "cache_mib", "materi
 
 
 @contextmanager
-def _alone(workspace: Workspace, run: str, group: Processes) -> Iterator[None]:
+def _alone(workspace: Workspace, run: str, group: World) -> Iterator[None]:
     """Hold the run against a second training in it; of all processes the one that writes does."""
     with workspace.stage(f"runs/{run}").alone() if group.first else nullcontext():
         yield

@@ -153,6 +153,12 @@ class VLModel(nn.Module):
         """(n, L, d) fused rows -> (n, 2); index 1 is "matched"."""
         return self.itm_head(fused[:, 0])  # type: ignore[no-any-return]
 
+    def pair_logits(
+        self, text_tokens: torch.Tensor, text_mask: torch.Tensor, keys: Keys, image_rows: torch.Tensor
+    ) -> torch.Tensor:
+        """What the ITM head says of text rows with images, given as to `fuse`: (n, 2); index 1 is "matched"."""
+        return self.itm_logits(self.fuse(text_tokens, text_mask, keys, image_rows, first_only=True))
+
     def mlm_logits(self, fused: torch.Tensor) -> torch.Tensor:
         """(..., d) fused positions -> (..., vocabulary). Pass the masked positions alone: the output is wide."""
         return F.linear(self.mlm_transform(fused), self.text.vocabulary_matrix, self.mlm_bias)

@@ -28,6 +28,7 @@ def itc_targets(
     smoothing: float = 0.0,
     rank: int = 0,
     world: int = 1,
+    across: tuple[torch.Tensor, torch.Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> ItcTargets:
     """Soft targets of ITC (MAFA's ECM and S-ITC): a row's mass is split evenly over what is known to match it.
@@ -37,20 +38,26 @@ def itc_targets(
 
     Args:
         recorded: as given to `ecm_decisions`. smoothing: S-ITC's a, in [0, 1].
-        rank, world: for columns gathered over processes (`gather_rows`), of which nothing but similarity is known.
+        rank, world: for columns gathered over processes (`gather_rows`). No mined label is known of the others'.
+        across: (B, N) bool twice, i2t and t2i: what is recorded among the gathered columns; None: nothing of the
+            other processes' is.
     """
     size = len(decisions.positives_i2t)
     own = torch.eye(size, dtype=torch.bool, device=decisions.positives_i2t.device)
     recorded = own if recorded is None else recorded | own
 
-    def row_targets(known: torch.Tensor, dropped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def row_targets(
+        known: torch.Tensor, dropped: torch.Tensor, gathered: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         known, dropped = _widen(known, rank, world), _widen(dropped, rank, world)
+        if gathered is not None:
+            known = known | gathered
         target = known.to(dtype) / known.sum(1, keepdim=True)
         kept = (~dropped).to(dtype)
         return (1 - smoothing) * target + smoothing * kept / kept.sum(1, keepdim=True), dropped
 
-    i2t, dropped_i2t = row_targets(recorded | decisions.positives_i2t, decisions.dropped_i2t)
-    t2i, dropped_t2i = row_targets(recorded.T | decisions.positives_t2i, decisions.dropped_t2i)
+    i2t, dropped_i2t = row_targets(recorded | decisions.positives_i2t, decisions.dropped_i2t, across and across[0])
+    t2i, dropped_t2i = row_targets(recorded.T | decisions.positives_t2i, decisions.dropped_t2i, across and across[1])
     return ItcTargets(i2t, t2i, dropped_i2t, dropped_t2i)
 
 

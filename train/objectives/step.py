@@ -46,12 +46,18 @@ class StepConfig:
 
 @dataclass(frozen=True)
 class StepInput:
-    """A batch on the device of the model; see `Batch`."""
+    """A batch on the device of the model; see `Batch`.
+
+    Attributes:
+        across: where ITC gathers, (B, N) bool twice: which of all processes' N texts are recorded with each image here,
+            and which of their N images with each text; None: it does not.
+    """
 
     pixels: torch.Tensor
     ids: torch.Tensor
     recorded: torch.Tensor
     label: torch.Tensor | None
+    across: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @classmethod
     def of(cls, batch: Batch, device: torch.device) -> StepInput:
@@ -127,8 +133,8 @@ class TrainStep(nn.Module):
                 mask = self.model.text_mask(batch.ids)
             if self.config.itm:
                 chosen = decisions.itm_texts
-                fused = self.model.fuse(text_tokens[chosen], mask[chosen], keys, decisions.itm_images, first_only=True)
-                losses["itm"] = itm_loss(self.model.itm_logits(fused), decisions.itm_labels)
+                logits = self.model.pair_logits(text_tokens[chosen], mask[chosen], keys, decisions.itm_images)
+                losses["itm"] = itm_loss(logits, decisions.itm_labels)
             masked = None
             if self.config.mlm:
                 texts_asked = decisions.mlm_texts
@@ -193,7 +199,9 @@ class TrainStep(nn.Module):
             loss = sigmoid_itc_loss(sim_i2t, temp, self.model.bias, decisions, batch.recorded)
             return decisions, {"itc": loss}
         world, rank = config.gather_world, config.gather_rank
-        targets = itc_targets(decisions, batch.recorded, smoothing=smoothing, rank=rank, world=world)
+        targets = itc_targets(
+            decisions, batch.recorded, smoothing=smoothing, rank=rank, world=world, across=batch.across
+        )
         if world == 1:
             logits_i2t, logits_t2i = sim_i2t / temp, sim_i2t.T / temp
         else:

@@ -19,8 +19,9 @@ from fnpipe.mining.edges.lookup import EdgeLookup
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.augment import augment_tiny, make_augment, random_resized_crop
-from fnpipe.train.data.batches import Batch, FullPixels, Loader, RandomBatches, TinyPixels, picture_rng, share
+from fnpipe.train.data.batches import Batch, DecodingLoader, FittedLoader, Loader, picture_rng
 from fnpipe.train.data.pictures import FittedPictures, Samples, is_tar_header
+from fnpipe.train.data.plans import RandomBatches, batches_of_rank
 
 
 def fit(rgb: np.ndarray) -> torch.Tensor:
@@ -36,7 +37,7 @@ def make_loader(workspace: Workspace, *, workers: int = 0, plain: bool = False, 
     samples = Samples.of(workspace)
     if "pixels" not in parts:
         pictures = FittedPictures(samples, fit, 8, np.arange(workspace.n_images), 1 << 20)
-        parts["pixels"] = TinyPixels(pictures, 0, flip=False, plain=plain)
+        parts["pixels"] = FittedLoader(pictures, 0, flip=False, plain=plain)
     return Loader(samples=samples, tokenize=tokenize, workers=workers, **{"edges": None, "identity": None, **parts})
 
 
@@ -97,7 +98,7 @@ def test_fewer_images_than_a_batch_make_one_batch():
 
 @given(n=st.integers(0, 40), world=st.integers(1, 9))
 def test_ranks_share_the_batches_evenly_and_none_twice(n: int, world: int):
-    parts = [share(n, rank, world) for rank in range(world)]
+    parts = [batches_of_rank(n, rank, world) for rank in range(world)]
     assert len({len(p) for p in parts}) == 1
     together = sorted(b for p in parts for b in p)
     assert together == list(range(n - n % world))
@@ -130,7 +131,7 @@ def test_an_undecodable_picture_leaves_its_batch_and_is_counted(make_workspace: 
     plan = RandomBatches(read_train_pairs(workspace), 5, seed=0).epoch(0)
     parts: dict[str, Any] = {}
     if kind == "full":
-        parts["pixels"] = FullPixels(Samples.of(workspace), 8, make_augment("albef", 8, True, fit), 0)
+        parts["pixels"] = DecodingLoader(Samples.of(workspace), 8, make_augment("albef", 8, True, fit), 0)
     (batch,) = make_loader(workspace, **parts).batches(plan, 0, [0])
     assert sorted(batch.image_ids) == [0, 1, 3, 4]
     assert batch.unreadable == 1

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from fnpipe.train.falcon.chain import Constant, construct, pair_similarities, ramp, rank_at
 from fnpipe.train.falcon.policy import (
-    Drawing,
     Draws,
+    LoggedChooser,
     MovingBaseline,
     Policy,
+    PolicyChooser,
     PolicyConfig,
-    Recorded,
     Scheduler,
     policy_input,
     reinforce_loss,
@@ -202,7 +202,7 @@ def test_a_reward_is_worth_what_it_is_beside_those_before_it():
 @pytest.mark.parametrize(("level", "draws"), [("anchor", 9), ("batch", 1)])
 def test_there_is_a_draw_for_every_anchor_or_one_for_the_batch(level: str, draws: int):
     config = PolicyConfig(level=level, log_scale=False, alpha=2.0, beta=2.0)
-    choose = Recorded(Drawing(Scheduler(config, 0).snapshot(), config, np.random.default_rng(0)))
+    choose = LoggedChooser(PolicyChooser(Scheduler(config, 0).snapshot(), config, np.random.default_rng(0)))
     construct(some_sims(50, 0), np.arange(50), 3, 10, choose)
     drawn = choose.draws()
     assert drawn.x.shape == (draws, 32)
@@ -215,7 +215,7 @@ def test_there_is_a_draw_for_every_anchor_or_one_for_the_batch(level: str, draws
 def test_the_first_input_is_of_the_first_anchors_candidates():
     sims = some_sims(30, 1)
     config = PolicyConfig(level="batch")
-    choose = Recorded(Drawing(Scheduler(config, 0).snapshot(), config, np.random.default_rng(0)))
+    choose = LoggedChooser(PolicyChooser(Scheduler(config, 0).snapshot(), config, np.random.default_rng(0)))
     construct(sims, np.arange(30), 7, 5, choose)
     expected = policy_input(np.sort(np.delete(sims[7], 7)), 32, "softmax")
     assert choose.draws().x[0] == pytest.approx(expected)
@@ -287,7 +287,7 @@ def last_mean(reward: Callable[[float], float], seed: int, level: str = "batch")
     scheduler, rng = Scheduler(config, seed), np.random.default_rng(seed)
     sims = some_sims(32, seed)
     for _ in range(480):
-        choose = Recorded(Drawing(scheduler.snapshot(), config, rng))
+        choose = LoggedChooser(PolicyChooser(scheduler.snapshot(), config, rng))
         construct(sims, np.arange(32), int(rng.integers(32)), 4, choose)
         draws = choose.draws()
         scheduler.learn([(draws, reward(float(draws.u.mean())) + rng.normal())])

@@ -180,7 +180,7 @@ def test_a_batch_is_drawn_with_the_policy_of_exactly_so_many_steps_before(ahead:
         for made in batches.rest_of_epoch(epoch, 0):
             # Long enough for the thread to do all that it may.
             time.sleep(0.005)
-            batches.settle(made)
+            batches.commit(made)
             steps[0] += 1
     # An epoch's first batches are drawn with the policy at its start: before it their embeddings are not known.
     assert [seen[k] for k in range(20)] == [max(k // 10 * 10, k - ahead) for k in range(20)]

@@ -392,31 +392,42 @@ def test_no_recorded_pair_is_ever_a_negative_and_targets_are_distributions(batch
 
 
 # ------------------------------------------------------------------------------------------- two processes
-def gathered_loss(features, rank, world):
+def gathered_loss(features, rank, world, recorded=None):
     """Mean-over-rows ITC of one process's rows against all columns; gradient of its own features."""
     size = len(features) // world
     own = features[rank * size : (rank + 1) * size].clone().requires_grad_()
     image, text = own[:, 0], own[:, 1]
     all_images, all_texts = gather_rows(image), gather_rows(text)
+    rows, across = slice(rank * size, (rank + 1) * size), None
+    if recorded is not None:
+        across = recorded[rows], recorded.T[rows]
     decisions = ecm_decisions(image.detach() @ text.detach().T, None, None, PLAIN)
-    targets = itc_targets(decisions, smoothing=0.3, rank=rank, world=world, dtype=features.dtype)
+    targets = itc_targets(decisions, smoothing=0.3, rank=rank, world=world, across=across, dtype=features.dtype)
     loss = itc_loss(image @ all_texts.T / 0.07, text @ all_images.T / 0.07, targets)
     loss.backward()
     return loss.detach(), own.grad
 
 
-def in_process(rank, features, address, results):
+def in_process(rank, features, address, results, recorded):
     torch.distributed.init_process_group("gloo", init_method=f"file://{address}", rank=rank, world_size=2)
-    results[rank] = gathered_loss(features, rank, 2)
+    results[rank] = gathered_loss(features, rank, 2, recorded)
     torch.distributed.destroy_process_group()
 
 
-def test_gathered_itc_of_two_processes_equals_one_with_the_joint_batch(tmp_path):
+def copies_across_processes():
+    """Pair 1 has the picture of pair 4 and the caption of pair 5; rows are images."""
+    recorded = torch.eye(6, dtype=torch.bool)
+    recorded[1, 4] = recorded[4, 1] = recorded[1, 5] = True
+    return recorded
+
+
+@pytest.mark.parametrize("recorded", [None, copies_across_processes()], ids=["plain", "copies"])
+def test_gathered_itc_of_two_processes_equals_one_with_the_joint_batch(tmp_path, recorded):
     features = torch.randn(6, 2, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    joint_loss, joint_grad = gathered_loss(features, 0, 1)
+    joint_loss, joint_grad = gathered_loss(features, 0, 1, recorded)
     with torch.multiprocessing.Manager() as manager:
         results = manager.dict()
-        torch.multiprocessing.spawn(in_process, (features, tmp_path / "meet", results), nprocs=2)
+        torch.multiprocessing.spawn(in_process, (features, tmp_path / "meet", results, recorded), nprocs=2)
         (loss_0, grad_0), (loss_1, grad_1) = results[0], results[1]
     assert float(loss_0 + loss_1) / 2 == pytest.approx(float(joint_loss), abs=1e-12)
     # What DDP does: the mean over the processes of every parameter's gradient.

@@ -1,0 +1,144 @@
+"""Which pairs make a batch: those of a plan of ``fnpipe group``, or random ones; and which process takes which batch.
+
+Every random draw comes from (seed, epoch), never from a global state.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from fnpipe.mining.data.train_pairs import TrainPairs
+from fnpipe.mining.plans.plan import read_plan
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """The batches of one epoch: batch ``b`` holds the rows ``starts[b] .. starts[b + 1] - 1``.
+
+    Attributes:
+        starts: (batches + 1,) int64. image_ids, pair_ids: (rows,) int64.
+    """
+
+    starts: np.ndarray
+    image_ids: np.ndarray
+    pair_ids: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def batch(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """image_ids and pair_ids of one batch, in slot order."""
+        rows = slice(int(self.starts[number]), int(self.starts[number + 1]))
+        return self.image_ids[rows], self.pair_ids[rows]
+
+
+class BatchSource(Protocol):
+    """Where the batches of an epoch come from.
+
+    Attributes:
+        batch_size: rows of a full batch. grouped: similar pairs stand together (a GRIT plan).
+    """
+
+    @property
+    def batch_size(self) -> int: ...
+
+    @property
+    def grouped(self) -> bool: ...
+
+    def epoch(self, epoch: int) -> EpochPlan: ...
+
+
+class PlannedBatches:
+    """The batches of a finished ``groups/<name>/``; epoch e uses plan epoch e mod E."""
+
+    def __init__(self, stage: Stage) -> None:
+        params = stage.require()["params"]
+        self.stage = stage
+        self.batch_size = int(params["batch_size"])
+        self.grouped = params["sampling"] == "grit"
+
+    def epoch(self, epoch: int) -> EpochPlan:
+        plan = read_plan(self.stage, epoch)
+        batch = plan["batch"].to_numpy()
+        if not len(batch):
+            raise InputError(f"{self.stage.path}: the plan holds no batch; run `fnpipe group` with a smaller batch")
+        cuts = np.flatnonzero(np.diff(batch)) + 1
+        starts = np.concatenate([[0], cuts, [len(batch)]]).astype(np.int64)
+        return EpochPlan(starts, plan["image_id"].to_numpy(), plan["pair_id"].to_numpy())
+
+
+class RandomBatches:
+    """Seeded random batches of the train pairs, one caption per image and epoch; a last, smaller batch is left out.
+
+    With fewer images than a batch takes, all of them make one batch.
+    """
+
+    grouped = False
+
+    def __init__(self, members: TrainPairs, batch_size: int, seed: int) -> None:
+        self.members = members
+        self.batch_size = min(batch_size, len(members.images))
+        self.seed = seed
+
+    def epoch(self, epoch: int) -> EpochPlan:
+        pair_ids = self.members.captions_of_epoch(epoch, self.seed)
+        order = np.random.default_rng([self.seed, epoch, 0xBA]).permutation(len(pair_ids))
+        order = order[: len(order) // self.batch_size * self.batch_size]
+        starts = np.arange(0, len(order) + 1, self.batch_size, dtype=np.int64)
+        return EpochPlan(starts, self.members.images[order], pair_ids[order])
+
+
+class WithoutPairs:
+    """The batches of another source without some pairs: smaller ones where they stood, none where only they stood."""
+
+    def __init__(self, source: BatchSource, left_out: np.ndarray) -> None:
+        self.source, self.left_out = source, left_out
+        self.batch_size, self.grouped = source.batch_size, source.grouped
+
+    def epoch(self, epoch: int) -> EpochPlan:
+        plan = self.source.epoch(epoch)
+        kept = ~self.left_out[plan.pair_ids]
+        sizes = np.add.reduceat(kept, plan.starts[:-1]) if len(plan) else np.empty(0, np.int64)
+        starts = np.concatenate([[0], np.cumsum(sizes[sizes > 0])]).astype(np.int64)
+        return EpochPlan(starts, plan.image_ids[kept], plan.pair_ids[kept])
+
+
+def batches_of_rank(n_batches: int, rank: int, world: int) -> range:
+    """The batches of an epoch that ``rank`` takes: rank, rank + world, ...; as many for every rank.
+
+    Up to ``world - 1`` batches at the end are left out: a rank without a batch would be waited for in vain. The batches
+    of an epoch are in random order, so these are others in every epoch.
+    """
+    return range(rank, n_batches // world * world, world)
+
+
+def planned_batches(plan: Stage, batch_size: int | None) -> PlannedBatches:
+    """The batches of a plan; a ``batch_size`` that was given must be the plan's."""
+    source = PlannedBatches(plan)
+    if batch_size not in (None, source.batch_size):
+        raise InputError(
+            f"batch_size is {batch_size}, the batches of {plan.path} hold {source.batch_size}; leave it out"
+        )
+    return source
+
+
+def check_batch_size(size: int, asked: int | None, workspace: Workspace) -> None:
+    """Refuse batches that are not what was ``asked`` for, or too small to learn from.
+
+    Raises:
+        InputError: there are fewer images than were asked for, or a batch of ``size`` pairs holds no negative.
+    """
+    if size < 2:
+        raise InputError(
+            f"{workspace.root}: batches of {size} pair; two are the least, the others of a batch are its negatives"
+        )
+    if asked is not None and size < asked:
+        raise InputError(
+            f"batch_size is {asked}, and {workspace.root} has {size} images to train on; give at most {size}, or leave "
+            "it out"
+        )

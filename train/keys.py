@@ -34,6 +34,12 @@ def option(default: Any, meaning: str, *, low: float | None = None, high: float 
     return dataclasses.field(default=default, metadata={"meaning": meaning, "low": low, "high": high})
 
 
+# Names that keys take, known before torch is loaded: an architecture, and the methods that train a network on frozen
+# embeddings.
+TINY = "fnpipe-tiny"
+VACSR, ADAPTER = "vacsr", "adapter"
+FROZEN = (VACSR, ADAPTER)
+
 _KIND_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fnpipe.mining.data.truth import Truth
-from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.evaluation.on_embeddings import evaluate_frozen_run
 from fnpipe.train.evaluation.queries import Queries
@@ -16,7 +16,7 @@ from fnpipe.train.evaluation.retrieval import evaluate_run as evaluate_model_run
 from fnpipe.train.keys import describe, given_values, meanings, typed
 from fnpipe.train.learners.embedding_keys import FROZEN_METHODS
 from fnpipe.train.learners.embeddings import train_frozen
-from fnpipe.train.learners.keys import METHODS, TrainConfig
+from fnpipe.train.learners.keys import METHODS, TrainConfig, known_method
 from fnpipe.train.learners.train_pictures import train as train_model
 from fnpipe.train.model.frozen_files import is_frozen_run
 from fnpipe.train.runs.directory import CONFIG, read_run_config, run_directory, run_path
@@ -38,9 +38,7 @@ def read_values(
             wrong type, a key given twice.
     """
     given = given_values(flags, assignments, file)
-    method = str(given.get("method") or _method_of(workspace, run))
-    if method not in ALL_METHODS:
-        raise InputError(f"method is {method!r}; choose from {', '.join(ALL_METHODS)}{nearest(method, [*ALL_METHODS])}")
+    method = known_method(str(given.get("method") or _method_of(workspace, run)))
     return {key: typed(key, value, _config_of(method), _listed_by(method)) for key, value in given.items()}
 
 

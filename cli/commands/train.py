@@ -95,14 +95,14 @@ def train_command(
 
     from fnpipe.pipeline.machine.progress import lines_now_and_then
     from fnpipe.pipeline.workspace.workspace import Workspace
-    from fnpipe.train.learners.keys import METHODS
+    from fnpipe.train.learners.keys import METHODS, known_method
     from fnpipe.train.learners.keys import read_values as read_values_of_models
 
     if resume and overwrite:
         raise InputError("--resume goes on with a run and --overwrite throws it away; give one of the two")
     opened = Workspace.open(workspace)
-    if method in METHODS:
-        # A mistake is said before torch is loaded.
+    # Mistakes are said before torch is loaded.
+    if method is not None and known_method(method) in METHODS:
         read_values_of_models(flags, assignments or [], config)
     from fnpipe.train.distributed import is_first
     from fnpipe.train.methods import read_values, train

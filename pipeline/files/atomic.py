@@ -70,9 +70,9 @@ def gone(path: Path) -> InputError:
     return InputError(f"{path}: gone; {make_again(path)}")
 
 
-def sweep(directory: Path) -> None:
-    """Remove, in ``directory`` and below, what killed writers left behind."""
-    for leftover in directory.rglob(TEMPORARY_PREFIX + "*"):
+def sweep(directory: Path, *, below: bool = True) -> None:
+    """Remove, in ``directory`` and the folders ``below``, what killed writers left behind."""
+    for leftover in (directory.rglob if below else directory.glob)(TEMPORARY_PREFIX + "*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:

@@ -133,7 +133,8 @@ def _run(
         job = _job(root, sources, config)
         job.write(parts)
         if job.shards is not None and not is_remote(job.shards):
-            atomic.sweep(Path(job.shards))
+            # The folder is the user's: below it others may be writing now.
+            atomic.sweep(Path(job.shards), below=False)
         _make_parts(parts, hashlib.sha256(f"{digest} {job}".encode()).hexdigest(), plan, workers)
     manifest = _finish(root, parts, plan, config, begun)
     atomic.write_json(root / MANIFEST, manifest)

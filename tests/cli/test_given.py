@@ -102,6 +102,14 @@ def test_what_needs_no_network_comes_without_torch():
     program = """
 import sys
 import fnpipe.pipeline.shard.stage, fnpipe.mining.data.truth, fnpipe.mining.edges.relabel, fnpipe.train.status
+from fnpipe.train.learners.keys import known_method
+from fnpipe.pipeline.errors import InputError
+try:
+    known_method("itcc")
+except InputError as error:
+    assert "did you mean 'itc'" in str(error)
+else:
+    raise AssertionError
 assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

@@ -161,6 +161,7 @@ def test_inspect_writes_the_page(mined, tmp_path, capsys):
     ("arguments", "message"),
     [
         (["mine-connections", "--discriminator", "clap"], "did you mean 'clip'"),
+        (["mine-connections", "--discriminator", "clip:x"], "did you mean 'clip'"),
         (["mine-connections", "--discriminator", "itm:none"], "no run 'none'"),
         (["mine-connections", "--discriminator", "clip", "--groups", "nope"], "no groups 'nope'"),
         (["mine-connections", "--discriminator", "clip", "--graph", "4"], "no graph 'clip'"),

@@ -5,7 +5,8 @@
 Each combination runs in a process of its own on a fresh copy of a small workspace that every stage has been through.
 A combination is right if it ends with exit code 2 and one line on stderr, or, where the flags may mean something, with
 exit code 0 and no traceback. Those that are known to be wrong must be refused: an exit code of 0 is a failure there.
-The last line of the output is one JSON object.
+The output ends with a table by command, and one JSON object. Its order is drawn, the same every time, so that what an
+interrupted run (Ctrl-C) has tried, and what ``--limit`` leaves, is a sample of all.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ import argparse
 import io
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ DEVICES = ("meta", "mps", "xla", "cuda:1", "cuda:99", "cuda:-1", "CUDA", "cpu:0"
 
 # A command line of each command that is right; W is the workspace, D a directory that is not there yet.
 RIGHT: dict[str, list[str]] = {
-    "shard": ["shard", "S/pairs.json", "D"],
+    "shard": ["shard", "S/pairs.json", "D", "--workers", "1"],
     "status": ["status", "W"],
     "demo": ["demo", "W/fnpipe.json"],
     "embed": ["embed", "W", "--model", "demo", "--name", "again", "--workers", "0"],
@@ -402,13 +404,19 @@ def make_workspace(directory: Path) -> None:
 
 def outcome(combination: Combination, template: Path) -> str | None:
     """Run one in a copy of the template; None where it is right, else what is wrong with it."""
-    with tempfile.TemporaryDirectory() as place:
-        shutil.copytree(template, place, dirs_exist_ok=True)
-        said = Path(place) / "said"
+    with tempfile.TemporaryDirectory() as directory:
+        # One deeper than what is thrown away, for names such as "..".
+        place = Path(directory) / "place"
+        shutil.copytree(template, place)
+        said = place / "said"
         pid = os.fork()
         if pid == 0:
-            _run(combination.words, Path(place), said)
+            _run(combination.words, place, said)
         code = _wait(pid)
+        # A process that the command began and left, such as a server of workers still importing, would lose its
+        # working directory here: MKL then says that it cannot load libtorch_cpu.so.
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
         lines = said.read_text(errors="replace").splitlines() if said.exists() else []
     return verdict(combination, code, lines)
 
@@ -435,6 +443,7 @@ def _run(words: tuple[str, ...], place: Path, said: Path) -> None:
     import traceback
 
     code = 3
+    os.setsid()
     os.chdir(place)
     err = io.StringIO()
     try:
@@ -474,22 +483,34 @@ def load() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--limit", type=int, help="only so many, spread over all")
+    parser.add_argument("--limit", type=int, help="only so many, drawn over all")
     parser.add_argument("--only", nargs="*", help="only these commands")
     arguments = parser.parse_args()
     chosen = [c for c in dict.fromkeys(combinations()) if not arguments.only or c.words[0] in arguments.only]
-    if arguments.limit:
-        chosen = chosen[:: max(1, len(chosen) // arguments.limit)]
+    random.Random(0).shuffle(chosen)
     load()
-    wrong: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as directory:
+    tried: Counter[str] = Counter()
+    wrong: dict[str, Counter[str]] = defaultdict(Counter)
+    with tempfile.TemporaryDirectory() as directory, suppress(KeyboardInterrupt):
         make_workspace(Path(directory))
-        for combination in chosen:
-            if found := outcome(combination, Path(directory)):
-                wrong[found.partition(":")[0]] += 1
+        for combination in chosen[: arguments.limit]:
+            found = outcome(combination, Path(directory))
+            tried[combination.words[0]] += 1
+            if found:
+                wrong[combination.words[0]][found.partition(":")[0]] += 1
                 shown = " ".join(word[:60].encode("unicode_escape").decode() or "''" for word in combination.words)
                 print(f"{shown}\n    {found}", flush=True)
-    print(json.dumps({"combinations": len(chosen), "wrong": sum(wrong.values()), "by": dict(wrong)}))
+    print_table(tried, wrong)
+
+
+def print_table(tried: Counter[str], wrong: dict[str, Counter[str]]) -> None:
+    """Per command and in all: how many were tried, how many were wrong, and in what way; then the sums as JSON."""
+    kinds = sum(wrong.values(), Counter())
+    print("| command | combinations | wrong | kinds |\n| --- | --- | --- | --- |")
+    for name, count in [*((name, tried[name]) for name in RIGHT), ("all", tried.total())]:
+        by = kinds if name == "all" else wrong[name]
+        print(f"| {name} | {count} | {by.total()} | {', '.join(f'{n} {kind}' for kind, n in by.most_common())} |")
+    print(json.dumps({"combinations": tried.total(), "wrong": kinds.total(), "by": dict(kinds)}))
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ from fnpipe.pipeline.machine.progress import Advance
 from fnpipe.pipeline.workspace.embeddings import Embeddings, read_bad
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.evaluation.on_embeddings import adapted_rows
+from fnpipe.train.keys import ADAPTER
 from fnpipe.train.model.adapter import AdapterNet
 from fnpipe.train.model.frozen_files import fitting_embeddings, is_frozen_run, load_frozen_run
-from fnpipe.train.model.vacsr import ADAPTER
 from fnpipe.train.runs.directory import run_path
 
 

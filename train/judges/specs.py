@@ -45,7 +45,7 @@ def load_discriminator(
 
     kind, _, model = spec.partition(":")
     on = pick_device(device)
-    if kind == "clip":
+    if spec == "clip":
         return _load_clip(workspace, config, calibrate_on)
     if kind == "itm":
         from fnpipe.train.judges.itm import load_discriminator as load_itm

@@ -17,8 +17,9 @@ from fnpipe.mining.discriminators.similarity import LogisticFit
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.digests import digest_weights
 from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.keys import VACSR
 from fnpipe.train.model.frozen_files import FrozenModel, fitting_embeddings, load_frozen_run
-from fnpipe.train.model.vacsr import VACSR, VacsrNet, pair_scores
+from fnpipe.train.model.vacsr import VacsrNet, pair_scores
 
 
 class VacsrDiscriminator:

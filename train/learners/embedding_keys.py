@@ -10,9 +10,9 @@ from typing import Any, ClassVar, Literal
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.sources.splits import split_to_choose_by
-from fnpipe.train.keys import check, option
+from fnpipe.train.keys import ADAPTER, VACSR, check, option
 from fnpipe.train.model.adapter import AdapterNet
-from fnpipe.train.model.vacsr import ADAPTER, HIDDEN, TILE, VACSR, VacsrNet
+from fnpipe.train.model.vacsr import HIDDEN, TILE, VacsrNet
 from fnpipe.train.objectives.vacsr import LossConfig
 
 # What 12 epochs of 8,192 pairs are in batches of 64; more changed nothing.

@@ -26,9 +26,9 @@ from fnpipe.train.data.plans import BatchSource, RandomBatches, WithoutPairs, ch
 from fnpipe.train.data.stream import MaterializedPictures
 from fnpipe.train.falcon.batches import FalconSource
 from fnpipe.train.falcon.keys import FALCON, choose_search_space
+from fnpipe.train.keys import TINY
 from fnpipe.train.learners.keys import TrainConfig
 from fnpipe.train.model.load import SHIPPED
-from fnpipe.train.model.tiny import TINY
 from fnpipe.train.model.tokenizer import CaptionTokenizer
 
 # More than any tokenizer puts around a caption.

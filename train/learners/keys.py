@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.sources.splits import split_to_choose_by
 from fnpipe.train.falcon.keys import (
     FALCON,
@@ -22,8 +22,7 @@ from fnpipe.train.falcon.keys import (
     check_falcon,
     resolve_falcon,
 )
-from fnpipe.train.keys import check, given_values, typed
-from fnpipe.train.model.tiny import TINY
+from fnpipe.train.keys import FROZEN, TINY, check, given_values, typed
 
 # fnpipe-tiny makes about ten steps of 64 a second on one core: this many take minutes.
 TINY_STEPS = 3600
@@ -82,6 +81,18 @@ def read_values(
         InputError: an unknown key (with the nearest known one), a value of the wrong type, a key given twice.
     """
     return {key: typed(key, value, TrainConfig) for key, value in given_values(flags, assignments, file).items()}
+
+
+def known_method(method: str) -> str:
+    """``method``, if there is one of that name.
+
+    Raises:
+        InputError: there is none; the message has the nearest.
+    """
+    known = [*METHODS, *FROZEN]
+    if method not in known:
+        raise InputError(f"method is {method!r}; choose from {', '.join(known)}{nearest(method, known)}")
+    return method
 
 
 def make_config(values: Mapping[str, Any]) -> TrainConfig:

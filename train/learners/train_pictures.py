@@ -22,6 +22,7 @@ from fnpipe.train.distributed import World, processes
 from fnpipe.train.evaluation.queries import read_queries
 from fnpipe.train.falcon.keys import check_reward
 from fnpipe.train.judges.itm import load_discriminator
+from fnpipe.train.keys import TINY
 from fnpipe.train.learners.inputs import cut_captions, init_digest, open_inputs
 from fnpipe.train.learners.keys import TrainConfig, make_config, resolve
 from fnpipe.train.learners.pictures import Training
@@ -36,7 +37,6 @@ from fnpipe.train.loop.session import (
     stop_signals,
 )
 from fnpipe.train.model.load import model_file, starting_model
-from fnpipe.train.model.tiny import TINY
 from fnpipe.train.runs.directory import run_directory
 
 

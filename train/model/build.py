@@ -16,11 +16,11 @@ from torch import nn
 from fnpipe.pipeline.embed.open_clip import published_preprocessing, require_room
 from fnpipe.pipeline.errors import InputError, nearest, one_line
 from fnpipe.pipeline.machine import hub
+from fnpipe.train.keys import TINY
 from fnpipe.train.model import coca, tiny
 from fnpipe.train.model.config import ModelConfig
 from fnpipe.train.model.model import VLModel
 from fnpipe.train.model.tensorfile import read_tensors, require_fits, write_tensors
-from fnpipe.train.model.tiny import TINY
 from fnpipe.train.model.tokenizer import open_clip_tokenizer, tiny_tokenizer
 
 _FORMAT = "fnpipe-model-1"

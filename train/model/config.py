@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.keys import check
-from fnpipe.train.model.tiny import TINY
+from fnpipe.train.keys import TINY, check
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,10 +24,10 @@ import torch
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.destination import new_directory
+from fnpipe.train.keys import TINY
 from fnpipe.train.model import tiny
 from fnpipe.train.model.build import architecture_layout, without_warnings
 from fnpipe.train.model.model import VLModel
-from fnpipe.train.model.tiny import TINY
 from fnpipe.train.model.tokenizer import write_tokenizer
 
 CONFIG, WEIGHTS = "open_clip_config.json", "open_clip_model.safetensors"

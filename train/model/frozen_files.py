@@ -14,10 +14,11 @@ from fnpipe.pipeline.errors import InputError, one_line
 from fnpipe.pipeline.files.digests import digest_weights
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.keys import ADAPTER, FROZEN, VACSR
 from fnpipe.train.model.adapter import AdapterNet
 from fnpipe.train.model.model import VLModel
 from fnpipe.train.model.tensorfile import read_tensors, require_fits, write_tensors
-from fnpipe.train.model.vacsr import ADAPTER, FROZEN, VACSR, VacsrNet
+from fnpipe.train.model.vacsr import VacsrNet
 from fnpipe.train.runs.directory import checkpoint_path, method_of_run, run_path
 
 _FORMAT = "fnpipe-frozen-1"

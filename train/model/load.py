@@ -9,10 +9,10 @@ from typing import Any
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.keys import TINY
 from fnpipe.train.model.build import build_model, load_model
 from fnpipe.train.model.config import ModelConfig
 from fnpipe.train.model.model import VLModel
-from fnpipe.train.model.tiny import TINY
 from fnpipe.train.runs.directory import checkpoint_path, find_run
 
 _ASSETS = Path(__file__).parents[1] / "assets"

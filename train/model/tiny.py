@@ -14,6 +14,8 @@ from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from fnpipe.train.keys import TINY
+
 ALBEF = "albef-base"
 _ASSETS = Path(__file__).parents[1] / "assets"
 
@@ -70,6 +72,3 @@ def register() -> None:
     for name in (TINY, ALBEF):
         if name not in known:
             open_clip.add_model_config(_ASSETS / f"{name}.json")
-
-
-TINY = "fnpipe-tiny"

@@ -174,11 +174,6 @@ def logits_in_tiles(net: VacsrNet, images: torch.Tensor, texts: torch.Tensor, ti
     return out
 
 
-VACSR, ADAPTER = "vacsr", "adapter"
-# The methods that train a network on frozen embeddings.
-FROZEN = (VACSR, ADAPTER)
-
-
 # Hidden units, in widths of the embeddings. A VACSR of one width tells foreign combinations apart less well by .02
 # to .04 in AUROC and by 3 to 4 points of mAP@R.
 HIDDEN = 2

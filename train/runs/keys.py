@@ -95,7 +95,12 @@ class RunKeys:
         low=0.0,
     )
     gather: bool = option(False, "ITC over the batches of all ranks instead of the local one.")
-    lr: float | None = option(None, "peak learning rate (None: 1.5e-3 for fnpipe-tiny, else 1e-4).", low=0.0)
+    lr: float | None = option(
+        None,
+        "peak learning rate (None: 1.5e-3 for fnpipe-tiny, else 1e-4). A run with init warms up to it again; one that "
+        "goes on as gently as init's ended takes that run's lr times its min_lr_ratio.",
+        low=0.0,
+    )
     min_lr_ratio: float = option(0.1, "the share of it at which its cosine ends.", low=0.0, high=1.0)
     weight_decay: float = option(0.02, "not on norms, biases, and the temperature.", low=0.0)
     warmup_steps: int | None = option(None, "None: a twentieth of the run, 1,000 at most.", low=0)

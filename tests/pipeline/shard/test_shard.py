@@ -206,6 +206,18 @@ def test_a_workspace_without_a_validation_split_records_no_such_parameter(make_p
         shard_to("with", source)
 
 
+def test_what_others_are_writing_below_the_folder_of_the_shards_stays(
+    make_pairs: MakePairs, shard_to: Shard, tmp_path: Path
+):
+    left, other = tmp_path / "tars" / ".tmp-left.tar", tmp_path / "tars" / "other" / ".tmp-other.tar"
+    other.parent.mkdir(parents=True)
+    left.touch()
+    other.touch()
+    shard_to("workspace", make_pairs(4), shards=str(tmp_path / "tars"))
+    assert not left.exists()
+    assert other.exists()
+
+
 def test_a_split_of_the_source_stays_and_the_rest_is_drawn(tmp_path: Path, shard_to: Shard):
     images = []
     for i in range(12):

@@ -21,13 +21,13 @@ from test_model import add_architecture, small_clip  # noqa: F401
 from conftest import ROOT, MakeWorkspace
 from fnpipe.cli.main import run as run_cli
 from fnpipe.pipeline.errors import InputError
+from fnpipe.train.keys import TINY
 from fnpipe.train.model import export_open_clip as export
 from fnpipe.train.model.build import build_model, save_model
 from fnpipe.train.model.config import ModelConfig
 from fnpipe.train.model.export_open_clip import export_model
 from fnpipe.train.model.load import load_run
 from fnpipe.train.model.model import VLModel
-from fnpipe.train.model.tiny import TINY
 
 GUIDE = ROOT / "docs" / "guide" / "models.md"
 CAPTIONS = ["a small red circle", "", "日本 & naïve CAFÉ's 3rd [MASK]", "!!! ! 0", "many words " * 60]

@@ -6,9 +6,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.flags import flag
 
 SAMPLINGS = ("grit", "random")
 ALL: Literal["all"] = "all"
+
+
+def parse_search_space(text: str) -> int | Literal["all"]:
+    """The value of ``--search-space``: a number of pairs, or ``all``."""
+    if text == ALL:
+        return ALL
+    if not text.isdecimal() or int(text) < 1:
+        raise InputError(f"--search-space {text}: a number of pairs, or {ALL}")
+    return int(text)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,18 +31,22 @@ class GroupConfig:
             ``tau_low`` of the edges).
     """
 
-    sampling: str = "grit"
-    batch_size: int = 128
-    search_space: int | Literal["all"] = 1920
-    epochs: int = 1
-    seed: int = 0
-    name: str | None = None
-    embeddings: str | None = None
-    keep_last: bool = False
-    quantile: float = 1.0
-    edges: str | None = None
-    avoid_above: float | None = None
-    overwrite: bool = False
+    sampling: str = flag("grit", "grit or random.")
+    batch_size: int = flag(128, "Pairs per batch.")
+    search_space: int | Literal["all"] = flag(
+        1920, "Pairs that one chain looks through.", metavar="M|all", parse=parse_search_space
+    )
+    epochs: int = flag(1, "Different plans to make.")
+    seed: int = flag(0, "Seed of everything drawn.")
+    name: str | None = flag(None, "Name of the plan; SAMPLING-M if not given.")
+    embeddings: str | None = flag(None, "Which embeddings; the only ones there are if not given.")
+    keep_last: bool = flag(False, "Keep the incomplete batch at the end.")
+    quantile: float = flag(
+        1.0, "Below 1: the next pair stands at this quantile of similarity, not nearest.", metavar="Q"
+    )
+    edges: str | None = flag(None, "Mined edges: no batch holds a pair of them that is known to match.")
+    avoid_above: float | None = flag(None, "Which edges: above this probability. Default: their tau_low.", metavar="P")
+    overwrite: bool = flag(False, "Throw away what is there and start afresh.")
 
     def __post_init__(self) -> None:
         if self.sampling not in SAMPLINGS:
@@ -77,12 +91,3 @@ def _require_multiple(search_space: int, batch_size: int) -> None:
         f"--search-space {search_space} is no multiple of --batch-size {batch_size}; "
         f"the nearest are {below} and {below + batch_size}"
     )
-
-
-def parse_search_space(text: str) -> int | Literal["all"]:
-    """The value of ``--search-space``: a number of pairs, or ``all``."""
-    if text == ALL:
-        return ALL
-    if not text.isdecimal() or int(text) < 1:
-        raise InputError(f"--search-space {text}: a number of pairs, or {ALL}")
-    return int(text)

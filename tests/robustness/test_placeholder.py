@@ -14,9 +14,9 @@ import pytest
 from conftest import png, write_embeddings
 from fnpipe.cli.main import run
 from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.keys import TINY
 from fnpipe.train.learners.inputs import open_inputs
 from fnpipe.train.learners.keys import TrainConfig
-from fnpipe.train.model.tiny import TINY
 
 PAIRS, PLACEHOLDERS, COPIES, BATCH = 4000, 250, 40, 50
 # The picture of every row of the source.

@@ -16,7 +16,6 @@ import numpy as np
 import pyarrow as pa
 
 from fnpipe.mining.data.keys import combination_keys
-from fnpipe.mining.data.train_pairs import in_train_split, pair_images
 from fnpipe.pipeline.files import arrays, atomic
 from fnpipe.pipeline.files.arrays import map_arrays
 from fnpipe.pipeline.workspace.embeddings import Embeddings
@@ -128,8 +127,9 @@ class PlanProposer:
     def __init__(self, workspace: Workspace, embeddings: Embeddings, k: int) -> None:
         self.embeddings = embeddings
         self.k = k
-        self.image_of = pair_images(workspace)
-        self.usable = in_train_split(workspace) & embeddings.usable(self.image_of, np.arange(workspace.n_pairs))
+        workspace.pairs.load("image_of", "train")
+        self.image_of = workspace.pairs.image_of
+        self.usable = workspace.pairs.train & embeddings.usable(self.image_of, np.arange(workspace.n_pairs))
         self.usable_images = np.zeros(workspace.n_images, bool)
         self.usable_images[self.image_of[self.usable]] = True
 

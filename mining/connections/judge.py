@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from fnpipe.mining.connections.candidates import NOT_PROPOSED, Candidates
 from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity
@@ -18,8 +16,6 @@ from fnpipe.mining.discriminators.protocol import AnyDiscriminator, Discriminato
 from fnpipe.mining.discriminators.similarity import cosine
 from fnpipe.mining.edges.labels import DISCRIMINATOR, IDENTITY, LABELS, POSITIVE, SOURCES, label_candidates, named
 from fnpipe.mining.edges.reader import EDGES_SCHEMA, RECORDED_SCHEMA
-from fnpipe.pipeline.files.ranges import read_ranges
-from fnpipe.pipeline.images.decode import decode_or_none
 from fnpipe.pipeline.machine.progress import Advance
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
@@ -68,10 +64,11 @@ class Judge:
         self.con_d = con_d
         self.block_images = block_images
         self.workers = workers
-        self.identity = Identity.of(workspace, identity_bound)
+        by_pictures = () if isinstance(con_d, EmbeddingDiscriminator) else ("places",)
         # Candidates of one shard take captions from all of them.
-        captions = workspace.read_pairs(["caption"])["caption"]
-        self._captions = pc.cast(captions, pa.large_string()).combine_chunks()
+        workspace.pairs.load("image_of", "train", "picture_codes", "caption_codes", "captions", *by_pictures)
+        self.identity = Identity.of(workspace, identity_bound)
+        self._captions = workspace.pairs.captions
 
     def edges(self, shard: int, candidates: Candidates, tau_low: float, tau_high: float, advance: Advance) -> pa.Table:
         """Judge the candidates of ``shard``'s images.
@@ -94,8 +91,9 @@ class Judge:
 
     def recorded(self, shard: int, advance: Advance) -> pa.Table:
         """The discriminator's view of the recorded pairs of a shard: ``RECORDED_SCHEMA``, train split, by pair_id."""
-        table = self.workspace.read_pairs(["pair_id", "image_id"], shard=shard, split="train")
-        pairs, image_ids = table["pair_id"].to_numpy(), table["image_id"].to_numpy()
+        first, end = self.workspace.pair_starts[shard : shard + 2]
+        pairs = first + np.flatnonzero(self.workspace.pairs.train[first:end])
+        image_ids = self.workspace.pairs.image_of[pairs]
         usable = self.embeddings.usable(image_ids, pairs)
         verdicts = self.verdicts(shard, image_ids[usable], pairs[usable], advance)
         kept = verdicts.judged
@@ -181,15 +179,11 @@ class Judge:
         blocks = [image_ids[first : first + self.block_images] for first in range(0, len(image_ids), self.block_images)]
         if not blocks:
             return
-        table = self._of_images(shard, image_ids, ["image_offset", "image_size"])
-        offsets, sizes = table["image_offset"].to_numpy(), table["image_size"].to_numpy()
-        decode = partial(decode_or_none, max_pixels=self.workspace.max_pixels)
-        url = self.workspace.tar(shard)
+        self.workspace.tar(shard)
+        pictures = self.workspace.pictures
 
         def read(number: int) -> _Pictures:
-            rows = slice(number * self.block_images, (number + 1) * self.block_images)
-            data = read_ranges([url] * len(blocks[number]), offsets[rows], sizes[rows])
-            decoded = list(decoders.map(decode, data))
+            decoded = list(decoders.map(pictures.decoded, pictures.read(blocks[number])))
             good = np.array([rgb is not None for rgb in decoded], bool)
             return _Pictures(blocks[number][good], [rgb for rgb in decoded if rgb is not None])
 
@@ -201,11 +195,10 @@ class Judge:
                     ahead = reader.submit(read, number + 1)
                 yield block
 
-    def _of_images(self, shard: int, image_ids: np.ndarray, columns: list[str]) -> pa.Table:
-        """What ``pairs/`` says of images of ``shard``: one row for each of ``image_ids``, in their order."""
-        table = self.workspace.read_pairs(["image_id", *columns], shard=shard)
-        known, first = np.unique(table["image_id"].to_numpy(), return_index=True)
-        return table.take(pa.array(first[np.searchsorted(known, image_ids)]))
+    def _keys_of(self, shard: int, image_ids: np.ndarray) -> pa.ChunkedArray:
+        """The keys of (n,) images of ``shard``."""
+        keys = self.workspace.read_images(["key"], shard=shard)["key"]
+        return keys.take(pa.array(image_ids - self.workspace.image_starts[shard]))
 
     def _table(
         self,
@@ -223,7 +216,7 @@ class Judge:
         columns = {
             "image_id": candidates.image_ids,
             "pair_id": candidates.pair_ids,
-            "image_key": self._of_images(shard, candidates.image_ids, ["key"])["key"],
+            "image_key": self._keys_of(shard, candidates.image_ids),
             "caption": self._captions.take(pa.array(candidates.pair_ids)).cast(pa.string()),
             "rank_i2t": pa.array(candidates.rank_i2t, mask=candidates.rank_i2t == NOT_PROPOSED),
             "rank_t2i": pa.array(candidates.rank_t2i, mask=candidates.rank_t2i == NOT_PROPOSED),

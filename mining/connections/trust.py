@@ -34,9 +34,8 @@ def judge_sample(stage: Stage, judge: Judge) -> None:
 
 def draw_sample(judge: Judge) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Which pairs are judged: (n,) int64 image_ids and pair_ids, and (n,) bool, whether the pair is a recorded one."""
-    pairs = judge.workspace.read_pairs(["pair_id", "image_id", "split"])
-    pair_ids, image_ids = pairs["pair_id"].to_numpy(), pairs["image_id"].to_numpy()
-    train = pairs["split"].to_numpy() == "train"
+    image_ids, train = judge.workspace.pairs.image_of, judge.workspace.pairs.train
+    pair_ids = np.arange(len(image_ids))
     usable = judge.embeddings.usable(image_ids, pair_ids)
     chosen = np.flatnonzero(usable & ~train)
     if len(chosen) < HELD_OUT:

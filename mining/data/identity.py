@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
-from fnpipe.mining.data.keys import codes_of, combination_keys, contains
+from fnpipe.mining.data.keys import combination_keys, contains
 from fnpipe.pipeline.workspace.workspace import Workspace
 
 # A picture with more different captions is a stand-in ("image not available"), and a caption on more different pictures
@@ -56,22 +54,15 @@ class Identity:
         Args:
             bound: 0: the rule says nothing.
         """
-        pairs = workspace.read_pairs(["image_id", "caption", "image_sha256", "split"])
-        images = pairs["image_id"].to_numpy()
-        by_pair = codes_of(pairs["image_sha256"])
-        picture_codes = np.full(workspace.n_images, -1, np.int64)
-        picture_codes[images] = by_pair
-        caption_codes = codes_of(pc.utf8_trim_whitespace(pairs["caption"]))
-        train = pc.equal(pairs["split"], "train").to_numpy()
-        keys = np.unique(combination_keys(by_pair[train], caption_codes[train], workspace.n_pairs))
-        # Arrow would keep the room of the strings, about 400 bytes a pair, in every process that trains.
-        del pairs
-        pa.default_memory_pool().release_unused()
+        pairs = workspace.pairs
+        pairs.load("image_of", "train", "picture_codes", "caption_codes")
+        recorded = combination_keys(pairs.picture_codes[pairs.image_of], pairs.caption_codes, workspace.n_pairs)
+        keys = np.unique(recorded[pairs.train])
         pictures, captions = np.divmod(keys, max(workspace.n_pairs, 1))
         on_picture, on_caption = np.bincount(pictures), np.bincount(captions)
         kept = (on_picture[pictures] <= bound) & (on_caption[captions] <= bound)
         beyond = int((on_picture > bound).sum()), int((on_caption > bound).sum())
-        return cls(picture_codes, caption_codes, keys[kept], bound, beyond)
+        return cls(pairs.picture_codes, pairs.caption_codes, keys[kept], bound, beyond)
 
     @property
     def repeats(self) -> bool:

@@ -1,10 +1,8 @@
-"""Integer keys of combinations and codes of equal texts."""
+"""Integer keys of combinations."""
 
 from __future__ import annotations
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 
 
 def combination_keys(left: np.ndarray, right: np.ndarray, width: int) -> np.ndarray:
@@ -23,11 +21,3 @@ def contains(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
     at = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
     found: np.ndarray = sorted_keys[at] == keys
     return found
-
-
-def codes_of(column: pa.ChunkedArray) -> np.ndarray:
-    """Equal strings get equal int64 codes, dense from 0 in order of first appearance."""
-    # Large strings: a plain dictionary of captions overflows its 32-bit offsets at 2 GiB of text.
-    encoded = pc.dictionary_encode(pc.cast(column, pa.large_string())).combine_chunks()
-    codes: np.ndarray = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-    return codes

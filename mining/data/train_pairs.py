@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import pyarrow.compute as pc
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import tables
@@ -56,8 +55,9 @@ def read_train_pairs(workspace: Workspace, embeddings: Embeddings | None = None)
     Raises:
         InputError: there is none.
     """
-    table = workspace.read_pairs(["pair_id", "image_id"], split=SPLIT)
-    pair_ids, image_ids = table["pair_id"].to_numpy(), table["image_id"].to_numpy()
+    workspace.pairs.load("image_of", "train")
+    pair_ids = np.flatnonzero(workspace.pairs.train)
+    image_ids = workspace.pairs.image_of[pair_ids]
     if not len(pair_ids):
         raise InputError(f"{workspace.root}: no pair of split {SPLIT!r} (it has {_known(workspace)})")
     if embeddings is not None:
@@ -80,27 +80,15 @@ def _known(workspace: Workspace) -> str:
     return ", ".join(f"{name}: {count:,}" for name, count in sorted(workspace.splits().items())) or "no pairs"
 
 
-def pair_images(workspace: Workspace) -> np.ndarray:
-    """(n_pairs,) int64: the image_id of every pair_id."""
-    images: np.ndarray = workspace.read_pairs(["image_id"])["image_id"].to_numpy()
-    return images
-
-
 def caption_images(workspace: Workspace) -> np.ndarray:
     """(n_pairs,) int64: the image that each pair's caption was written for.
 
     It is the pair's own, but where ``shard --shuffle-captions`` gave the pair another's caption.
     """
-    images = pair_images(workspace)
+    images = workspace.pairs.image_of
     if "shuffled" in workspace.manifest["counts"]:
         spans = {"pair_id": (0, len(images)), "caption_image_id": (0, workspace.n_images)}
         shuffled = tables.read_table(workspace.root / SHUFFLED, spans=spans)
         images = images.copy()
         images[shuffled["pair_id"].to_numpy()] = shuffled["caption_image_id"].to_numpy()
     return images
-
-
-def in_train_split(workspace: Workspace) -> np.ndarray:
-    """(n_pairs,) bool: whether the pair may be mined and trained on."""
-    train: np.ndarray = pc.equal(workspace.read_pairs(["split"])["split"], "train").to_numpy()
-    return train

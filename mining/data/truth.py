@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from fnpipe.mining.data.keys import codes_of, combination_keys, contains
+from fnpipe.mining.data.keys import combination_keys, contains
 from fnpipe.mining.data.train_pairs import caption_images
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.files.tables import codes_of
 from fnpipe.pipeline.workspace.workspace import Workspace
 
 Matches = Callable[[np.ndarray, np.ndarray], np.ndarray]

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fnpipe.mining.data.train_pairs import in_train_split, pair_images
 from fnpipe.mining.discriminators.protocol import ENTRY_POINTS, AnyDiscriminator
 from fnpipe.mining.edges.labels import DISCRIMINATOR, SOURCES, codes_in
 from fnpipe.mining.edges.reader import read_edges
@@ -95,9 +94,10 @@ def cosine(images: np.ndarray, texts: np.ndarray) -> np.ndarray:
 
 def fit_on_recorded(workspace: Workspace, embeddings: Embeddings, *, sample: int = FIT_SAMPLE) -> LogisticFit:
     """The curve that tells recorded pairs of the train split from random combinations of their images and captions."""
-    image_of = pair_images(workspace)
+    workspace.pairs.load("image_of", "train")
+    image_of = workspace.pairs.image_of
     rng = np.random.default_rng(0)
-    pairs = np.flatnonzero(in_train_split(workspace) & embeddings.usable(image_of, np.arange(workspace.n_pairs)))
+    pairs = np.flatnonzero(workspace.pairs.train & embeddings.usable(image_of, np.arange(workspace.n_pairs)))
     pairs = np.sort(rng.choice(pairs, min(sample, len(pairs)), replace=False))
     others = pairs[rng.permutation(len(pairs))]
     crossed = image_of[pairs] != image_of[others]

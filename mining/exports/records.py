@@ -13,8 +13,8 @@ import pyarrow as pa
 from fnpipe.mining.edges.labels import LABELS, NEGATIVE, POSITIVE, SOURCES, codes_in
 from fnpipe.mining.edges.reader import edge_parts, read_part, shard_of_part
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.images.decode import BadImage, inspect_image, picture_ending
+from fnpipe.pipeline.workspace.pictures import Pictures
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 # Below tau_low still lies many a true caption (17 % of the most probable ones on the scenes of `fnpipe demo`);
@@ -93,7 +93,7 @@ def read_records(workspace: Workspace, edges: Stage, tally: Tally, *, identity: 
         for image_id, text in zip(pairs["image_id"].to_pylist(), pairs["caption"].to_pylist(), strict=True):
             recorded.setdefault(image_id, []).append(Caption(text))
         true, false = _judged(edges, parts[shard], recorded, identity)
-        for image_id, data in _pictures(workspace.tar(shard), pairs):
+        for image_id, data in _encoded(*workspace.pictures_of(shard, pairs)):
             if unchecked and not _decodes(data, workspace.max_pixels):
                 tally.undecodable += 1
                 continue
@@ -111,13 +111,11 @@ def _decodes(data: bytes, max_pixels: int) -> bool:
     return True
 
 
-def _pictures(url: str, pairs: pa.Table) -> Iterator[tuple[int, bytes]]:
-    """Every image_id of a shard's pairs with its picture, read some 64 MB at a time."""
-    image_ids, first = np.unique(pairs["image_id"].to_numpy(), return_index=True)
-    offsets, sizes = (pairs[name].to_numpy()[first] for name in ("image_offset", "image_size"))
-    for start, stop in runs_of(sizes.tolist(), _READ_AHEAD):
-        data = read_ranges([url] * (stop - start), offsets[start:stop], sizes[start:stop])
-        yield from zip(image_ids[start:stop].tolist(), data, strict=True)
+def _encoded(image_ids: np.ndarray, pictures: Pictures) -> Iterator[tuple[int, bytes]]:
+    """Every image_id with its picture, read some 64 MB at a time."""
+    for start, stop in runs_of(pictures.size.tolist(), _READ_AHEAD):
+        rows = slice(start, stop)
+        yield from zip(image_ids[rows].tolist(), pictures.read(rows), strict=True)
 
 
 def runs_of(sizes: Sequence[int], limit: int) -> Iterator[tuple[int, int]]:

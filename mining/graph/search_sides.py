@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fnpipe.mining.data.train_pairs import TrainPairs
-from fnpipe.pipeline.workspace.embeddings import Embeddings, Rows
+from fnpipe.pipeline.workspace.embeddings import Embeddings, Vectors
 
 # Gives rows ``start .. stop - 1`` as (n, d) float16.
 ReadHalves = Callable[[int, int], np.ndarray]
@@ -30,7 +30,7 @@ class SearchSide:
             search can leave recorded pairs out.
     """
 
-    rows: Rows
+    rows: Vectors
     ids: np.ndarray
     owners: np.ndarray
 

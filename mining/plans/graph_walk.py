@@ -18,7 +18,7 @@ from fnpipe.mining.plans.conflicts import Conflicts, no_conflicts
 from fnpipe.mining.plans.regions import PAD, grow_regions
 from fnpipe.pipeline.machine.compiled import compiled
 from fnpipe.pipeline.machine.processes import available_cpus
-from fnpipe.pipeline.workspace.embeddings import Embeddings, Rows
+from fnpipe.pipeline.workspace.embeddings import Embeddings, Vectors
 
 # How a step found the next row.
 BY_LIST, BY_SEARCH, BY_RESTART = 0, 1, 2
@@ -152,7 +152,7 @@ def _moved(lists: np.ndarray, rows: np.ndarray, place: np.ndarray) -> np.ndarray
     return moved
 
 
-def _sketch(rows: Rows, ids: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _sketch(rows: Vectors, ids: np.ndarray, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows as (n, d) int8, and what each is scaled by, (n,) float32: exact enough to choose among the near.
 
     They are read in the order of ``ids``, which for ascending ones is that of the files, and stand at their ``place``.

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from fnpipe.mining.plans.plan import plan_epochs, read_plan
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic, lock
 from fnpipe.pipeline.files.destination import behind_links
-from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.files.tar_writer import TarWriter
 from fnpipe.pipeline.images.decode import picture_ending
 from fnpipe.pipeline.machine.progress import progress
+from fnpipe.pipeline.workspace.pictures import Pictures
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 _SAMPLES_PER_SHARD = 1000
@@ -44,17 +43,15 @@ def materialize(workspace: Workspace, stage: Stage, directory: str | Path) -> in
 def _materialize(workspace: Workspace, stage: Stage, root: Path) -> int:
     _claim(root, stage)
     shards = 0
-    table = workspace.read_pairs(["pair_id", "shard", "caption", "image_offset", "image_size"])
-    # In one piece, or every look at a few captions would first copy all of them into one.
-    captions = pc.cast(table["caption"], pa.large_string())
-    table = table.set_column(table.column_names.index("caption"), "caption", captions).combine_chunks()
+    workspace.pairs.load("captions", "places")
+    pictures = workspace.pictures
     for epoch in range(plan_epochs(stage)):
         plan = read_plan(stage, epoch)
         with progress(f"materialize epoch {epoch}", len(plan), "samples") as advance:
             for number, part in enumerate(_parts(plan)):
                 path = root / f"epoch-{epoch:03d}" / f"{number:05d}.tar"
                 if not path.exists():
-                    atomic.write_bytes(path, _tar(workspace, part, table.take(part["pair_id"])))
+                    atomic.write_bytes(path, _tar(workspace, pictures, part))
                 advance(len(part))
                 shards += 1
     return shards
@@ -83,12 +80,14 @@ def _parts(plan: pa.Table) -> Iterator[pa.Table]:
         yield plan.slice(int(start), int(stop - start))
 
 
-def _tar(workspace: Workspace, plan: pa.Table, pairs: pa.Table) -> bytes:
-    urls = [workspace.tar(shard) for shard in pairs["shard"].to_pylist()]
-    pictures = read_ranges(urls, pairs["image_offset"].to_numpy(), pairs["image_size"].to_numpy())
+def _tar(workspace: Workspace, pictures: Pictures, plan: pa.Table) -> bytes:
+    image_ids = plan["image_id"].to_numpy()
+    for shard in np.unique(pictures.shard[image_ids]).tolist():
+        workspace.tar(shard)
+    captions = workspace.pairs.captions.take(plan["pair_id"].combine_chunks()).to_pylist()
     buffer = io.BytesIO()
     tar = TarWriter(buffer)
-    for row, caption, picture in zip(plan.to_pylist(), pairs["caption"].to_pylist(), pictures, strict=True):
+    for row, caption, picture in zip(plan.to_pylist(), captions, pictures.read(image_ids), strict=True):
         key = f"{row['batch']:07d}-{row['slot']:05d}"
         tar.add(key, picture_ending(picture), picture)
         tar.add(key, "txt", caption.encode())

@@ -29,7 +29,6 @@ from fnpipe.mining.views.accuracy import EdgeAccuracy, stage_against_truth
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.destination import destination
-from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.images.decode import decode_or_none
 from fnpipe.pipeline.machine.limits import MAX_PIXELS
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
@@ -212,14 +211,11 @@ def _records(workspace: Workspace, wanted: np.ndarray) -> list[tuple[int, str, l
         names = workspace.read_images(["image"], shard=shard)["image"]
         first_image = int(workspace.image_starts[shard])
         captions: dict[int, list[str]] = {}
-        ranges: dict[int, tuple[int, int]] = {}
-        for image_id, caption, offset, size in zip(*(column.to_pylist() for column in pairs.columns), strict=True):
+        for image_id, caption in zip(pairs["image_id"].to_pylist(), pairs["caption"].to_pylist(), strict=True):
             captions.setdefault(image_id, []).append(caption)
-            ranges[image_id] = (offset, size)
-        offsets, sizes = zip(*ranges.values(), strict=True)
-        pictures = read_ranges([workspace.tar(shard)] * len(ranges), offsets, sizes)
+        _, pictures = workspace.pictures_of(shard, pairs)
         with ThreadPoolExecutor(THREADS) as pool:
-            thumbnails = pool.map(partial(thumbnail, max_pixels=workspace.max_pixels), pictures)
+            thumbnails = pool.map(partial(thumbnail, max_pixels=workspace.max_pixels), pictures.read())
         for (image_id, texts), small in zip(captions.items(), thumbnails, strict=True):
             out.append((image_id, names[image_id - first_image].as_py(), texts, small))
     return out

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.mining.data.keys import codes_of
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.edges.labels import DISCRIMINATOR, IDENTITY, LABELS, SOURCES, codes_in, labels_of
 from fnpipe.mining.edges.reader import EdgesInfo, edge_parts, read_part
 from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.files.tables import codes_of
 from fnpipe.pipeline.workspace.workspace import Stage
 
 _COLUMNS = ["image_id", "pair_id", "caption", "similarity", "match_probability", "label", "source"]

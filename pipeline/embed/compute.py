@@ -73,7 +73,7 @@ def embed_shards(
             texts, bad_texts = unit_rows(encode_texts(encoder, tokens, TEXTS_PER_IMAGE * options.batch_size))
             outputs: list[torch.Tensor] = []
             failed: set[int] = set()
-            for low in range(0, len(task.sizes), options.batch_size):
+            for low in range(0, len(task.pictures), options.batch_size):
                 batch, failures = next(stream)
                 outputs.append(encoder.encode_images(batch))
                 failed.update(low + row for row in failures)

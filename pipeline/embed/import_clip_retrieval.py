@@ -7,16 +7,15 @@ belongs together. A row is found by its image path and its caption, never by its
 from __future__ import annotations
 
 import hashlib
-import re
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 
+from fnpipe.pipeline.embed.clip_retrieval_folder import Folder, open_folder
 from fnpipe.pipeline.embed.compute import ShardRows, unit_rows
 from fnpipe.pipeline.embed.config import EmbedConfig
 from fnpipe.pipeline.embed.stage import count_bad, finish, is_done, remove_parts, write_rows
@@ -24,7 +23,6 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.digests import digest_files
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.sources.captions import clean_caption
-from fnpipe.pipeline.workspace.embeddings import Rows
 from fnpipe.pipeline.workspace.workspace import Workspace
 
 # Rows of one picture (one per caption) carry its vector each; float16 and batches account for less than this.
@@ -54,31 +52,6 @@ class ImportSummary:
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@dataclass(frozen=True)
-class Folder:
-    """The parts of a clip-retrieval folder, in the order of their numbers.
-
-    Attributes:
-        images, texts: (rows, width) each, mapped.
-        metadata: one Parquet file per part, with ``image_path`` and ``caption``.
-    """
-
-    path: Path
-    images: Rows
-    texts: Rows
-    metadata: list[Path]
-    arrays: list[Path]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def rows(self) -> Iterator[tuple[list[str], list[str]]]:
-        """Image paths and captions, part by part."""
-        for path in self.metadata:
-            table = pq.read_table(path, columns=["image_path", "caption"])
-            yield [str(p) for p in table["image_path"].to_pylist()], [c or "" for c in table["caption"].to_pylist()]
 
 
 @dataclass(frozen=True)
@@ -124,43 +97,10 @@ def import_embeddings(workspace: Workspace, directory: str | Path, config: Embed
         width=folder.images.width,
         rows=len(folder),
         unused=len(unused),
-        examples=_names(folder, unused[:3]),
+        examples=folder.names(unused[:3]),
         prefix=prefix,
         bad=count_bad(stage),
         seconds=time.monotonic() - start,
-    )
-
-
-def open_folder(path: Path) -> Folder:
-    """Find and check the parts of a folder.
-
-    Raises:
-        InputError: a part is missing or is no 2-d array of floats, widths differ, or counts of one part differ.
-    """
-    images, texts, metadata = (
-        _parts(path / kind, pattern)
-        for kind, pattern in (("img_emb", "*.npy"), ("text_emb", "*.npy"), ("metadata", "*.parquet"))
-    )
-    for other, kind in ((texts, "text_emb"), (metadata, "metadata")):
-        for number in images.keys() ^ other.keys():
-            where = kind if number in images else "img_emb"
-            raise InputError(f"{path / where}: part {number} is missing; the other folders have it")
-    shapes = {file: _shape(file) for parts in (images, texts) for file in parts.values()}
-    first = next(iter(shapes))
-    for file, (_, width) in shapes.items():
-        if width != shapes[first][1]:
-            raise InputError(f"{file}: vectors of {width} numbers, {first} has {shapes[first][1]}")
-    for number in images:
-        _same_count(images[number], shapes[images[number]][0], texts[number], shapes[texts[number]][0], "vectors")
-        rows = _metadata_rows(metadata[number])
-        _same_count(images[number], shapes[images[number]][0], metadata[number], rows, "rows")
-    starts = np.concatenate([[0], np.cumsum([shapes[file][0] for file in images.values()])])
-    return Folder(
-        path=path,
-        images=Rows(list(images.values()), starts, shapes[first][1], foreign=True),
-        texts=Rows(list(texts.values()), starts, shapes[first][1], foreign=True),
-        metadata=list(metadata.values()),
-        arrays=list(shapes),
     )
 
 
@@ -186,7 +126,7 @@ def match_rows(workspace: Workspace, folder: Folder) -> tuple[str, Match]:
     image_rows = np.where(by_path >= 0, by_path, images.find(keys))
     pair_rows = np.concatenate([_pair_rows(workspace, shard, pairs) for shard in range(workspace.n_shards)])
     # A pair's path is its image's: where that names no picture for certain, neither does it.
-    pair_rows[image_rows[_image_of_pairs(workspace)] < 0] = -1
+    pair_rows[image_rows[workspace.pairs.image_of] < 0] = -1
     return prefix, Match(image_rows, pair_rows)
 
 
@@ -235,11 +175,6 @@ def _pair_rows(workspace: Workspace, shard: int, pairs: _Lookup) -> np.ndarray:
     return np.where(by_path >= 0, by_path, by_key)
 
 
-def _image_of_pairs(workspace: Workspace) -> np.ndarray:
-    shards = range(workspace.n_shards)
-    return np.concatenate([workspace.read_pairs(["image_id"], shard=s)["image_id"].to_numpy() for s in shards])
-
-
 def _shared_by_different_pictures(paths: np.ndarray, pictures: np.ndarray) -> np.ndarray:
     """(images,) bool: the same path names another picture too (in another source), so it tells nothing."""
     distinct = np.unique(np.stack([paths, pictures], axis=1), axis=0)[:, 0]
@@ -275,7 +210,7 @@ def _refuse_contradictions(folder: Folder, images: _Lookup) -> None:
         wrong = np.flatnonzero(both & (cosines < SAME_PICTURE_COSINE))
         if len(wrong):
             one, two = int(before[wrong[0]]), int(rows[wrong[0]])
-            name = _names(folder, np.array([one]))[0]
+            name = folder.names(np.array([one]))[0]
             raise InputError(f"{folder.path}: rows {one} and {two} are both {name} with different image vectors")
 
 
@@ -294,7 +229,7 @@ def _require_all_matched(workspace: Workspace, folder: Folder, match: Match) -> 
         table = workspace.read_pairs(["caption"], shard=shard)
         caption = table["caption"][int(pairs[0] - workspace.pair_starts[shard])].as_py()
         found.append(f"{len(pairs):,} of {workspace.n_pairs:,} pairs (first: pair_id {pairs[0]}, {caption[:80]!r})")
-    example = _names(folder, np.arange(min(1, len(folder))))
+    example = folder.names(np.arange(min(1, len(folder))))
     raise InputError(
         f"{folder.path}: no row of their own for {' and '.join(found)}; rows are matched by image path and caption"
         + (f", here such as {example[0]}" if example else "")
@@ -307,64 +242,9 @@ def _unused(folder: Folder, match: Match) -> np.ndarray:
     return np.flatnonzero(~used)
 
 
-def _names(folder: Folder, rows: np.ndarray) -> list[str]:
-    """What rows of the folder are called, for people."""
-    out, start, wanted = [], 0, [int(row) for row in rows]
-    for image_paths, captions in folder.rows() if wanted else ():
-        here = [row - start for row in wanted if start <= row < start + len(image_paths)]
-        out += [f"{image_paths[i]!r} {captions[i][:60]!r}" for i in here]
-        start += len(image_paths)
-    return out
-
-
 def _shard_rows(workspace: Workspace, folder: Folder, match: Match, shard: int) -> ShardRows:
     pictures = slice(int(workspace.image_starts[shard]), int(workspace.image_starts[shard + 1]))
     pairs = slice(int(workspace.pair_starts[shard]), int(workspace.pair_starts[shard + 1]))
     images, bad_images = unit_rows(folder.images.take(match.image_rows[pictures]))
     texts, bad_texts = unit_rows(folder.texts.take(match.pair_rows[pairs]))
     return ShardRows(shard, images, texts, bad_images, bad_texts, {})
-
-
-def _parts(directory: Path, pattern: str) -> dict[int, Path]:
-    """Part number -> file, in the order of the numbers: part 10 comes after part 2, whatever the names sort to."""
-    if not directory.is_dir():
-        raise InputError(f"{directory}: not there; clip-retrieval's folders img_emb, text_emb and metadata are needed")
-    found: dict[int, Path] = {}
-    for path in sorted(directory.glob(pattern)):
-        digits = re.search(r"(\d+)$", path.stem)
-        if digits is None:
-            raise InputError(f"{path}: has no part number at the end of its name")
-        if int(digits[1]) in found:
-            raise InputError(f"{path}: the same part as {found[int(digits[1])].name}; remove one of them")
-        found[int(digits[1])] = path
-    if not found:
-        raise InputError(f"{directory}: holds no {pattern}")
-    return dict(sorted(found.items()))
-
-
-def _shape(path: Path) -> tuple[int, int]:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise InputError(f"{path}: not a .npy array ({str(error)[:100]})") from None
-    if array.ndim != 2 or array.dtype.kind != "f":
-        raise InputError(f"{path}: {array.dtype} of shape {array.shape}; a 2-d array of floats is needed")
-    return int(array.shape[0]), int(array.shape[1])
-
-
-def _metadata_rows(path: Path) -> int:
-    try:
-        file = pq.ParquetFile(path)
-    except (ValueError, OSError) as error:
-        raise InputError(f"{path}: not a Parquet file ({str(error)[:100]})") from None
-    columns = file.schema_arrow.names
-    missing = [column for column in ("image_path", "caption") if column not in columns]
-    if missing:
-        has = ", ".join(columns)
-        raise InputError(f"{path}: no column {missing[0]!r} (it has {has}); make it with clip-retrieval's metadata on")
-    return int(file.metadata.num_rows)
-
-
-def _same_count(one: Path, count: int, other: Path, other_count: int, unit: str) -> None:
-    if count != other_count:
-        raise InputError(f"{one} has {count} vectors, {other} has {other_count} {unit}; they must be one to one")

@@ -16,9 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fnpipe.pipeline.embed.cut_captions import find_cut
 from fnpipe.pipeline.embed.encoder import Encoder
-from fnpipe.pipeline.files.ranges import read_ranges
-from fnpipe.pipeline.images.decode import decode_or_none
-from fnpipe.pipeline.machine.limits import MAX_PIXELS
+from fnpipe.pipeline.workspace.pictures import Pictures
 
 # Batches ahead per decoding process.
 PREFETCHED_PARTS = 3
@@ -29,27 +27,20 @@ class ShardTask:
     """All that is needed to embed a shard anywhere: where its pictures lie, and its captions.
 
     Attributes:
-        offsets, sizes: (images,) int64, bytes inside the file at ``url``.
+        pictures: one per image, in image_id order.
         captions: one per pair, in pair_id order.
-        max_pixels: the limit under which the pictures were kept.
     """
 
     shard: int
-    url: str
-    offsets: np.ndarray
-    sizes: np.ndarray
+    pictures: Pictures
     captions: list[str]
-    max_pixels: int = MAX_PIXELS
 
 
 @dataclass(frozen=True)
 class ImagePart:
     """Pictures of one batch, still encoded."""
 
-    url: str
-    offsets: np.ndarray
-    sizes: np.ndarray
-    max_pixels: int
+    pictures: Pictures
 
 
 @dataclass(frozen=True)
@@ -64,9 +55,8 @@ def parts_of(tasks: Iterable[ShardTask], batch_size: int, started: deque[ShardTa
     for task in tasks:
         started.append(task)
         yield TextPart(task.captions)
-        for low in range(0, len(task.sizes), batch_size):
-            high = low + batch_size
-            yield ImagePart(task.url, task.offsets[low:high], task.sizes[low:high], task.max_pixels)
+        for low in range(0, len(task.pictures), batch_size):
+            yield ImagePart(task.pictures.some(slice(low, low + batch_size)))
 
 
 class Prepare(Dataset[Any]):
@@ -84,8 +74,7 @@ class Prepare(Dataset[Any]):
         if isinstance(part, TextPart):
             tokens = self.tokenize(part.captions) if part.captions else torch.empty((0, 1), dtype=torch.int64)
             return tokens, find_cut(self.tokenize, part.captions, tokens)
-        encoded = read_ranges([part.url] * len(part.sizes), part.offsets, part.sizes)
-        pictures = [decode_or_none(data, max_pixels=part.max_pixels) for data in encoded]
+        pictures = part.pictures.decode()
         failures = [row for row, picture in enumerate(pictures) if picture is None]
         # A blank keeps the place of a picture that is none, so that its neighbours' batch stays what it is.
         blank = np.zeros((1, 1, 3), np.uint8)

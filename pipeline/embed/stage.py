@@ -9,12 +9,11 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import torch
 
@@ -135,17 +134,10 @@ def _refuse_other_encoder(rows: ShardRows, description: Mapping[str, Any]) -> No
 
 def read_task(workspace: Workspace, shard: int) -> ShardTask:
     table = workspace.read_pairs(["image_id", "caption", "image_offset", "image_size"], shard=shard)
-    first = np.flatnonzero(np.diff(table["image_id"].to_numpy(), prepend=-1))
-    url = workspace.tar(shard)
-    return ShardTask(
-        shard=shard,
-        # Another machine, or another working directory, has to find it too.
-        url=url if is_remote(url) else os.path.abspath(local_path(url)),
-        offsets=table["image_offset"].to_numpy()[first],
-        sizes=table["image_size"].to_numpy()[first],
-        captions=table["caption"].to_pylist(),
-        max_pixels=workspace.max_pixels,
-    )
+    _, pictures = workspace.pictures_of(shard, table)
+    # Another machine, or another working directory, has to find the tar too.
+    urls = tuple(url if is_remote(url) else os.path.abspath(local_path(url)) for url in pictures.urls)
+    return ShardTask(shard, replace(pictures, urls=urls), table["caption"].to_pylist())
 
 
 def require_shards(workspace: Workspace, shards: Iterable[int]) -> None:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -49,7 +50,7 @@ class TablePacker:
 
 
 @contextmanager
-def no_cycle_search() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Keep Python from looking for reference cycles meanwhile.
 
     Rows make none, and looking through thousands of live ones again and again takes longer than making them.
@@ -131,3 +132,11 @@ def _bounds(metadata: pq.FileMetaData, table: pa.Table, name: str) -> list[int]:
         if statistics is not None and statistics.has_min_max:
             bounds += [int(statistics.min), int(statistics.max)]
     return bounds
+
+
+def codes_of(column: pa.ChunkedArray) -> np.ndarray:
+    """Equal strings get equal int64 codes, dense from 0 in order of first appearance."""
+    # Large strings: a plain dictionary of captions overflows its 32-bit offsets at 2 GiB of text.
+    encoded = pc.dictionary_encode(pc.cast(column, pa.large_string())).combine_chunks()
+    codes: np.ndarray = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
+    return codes

@@ -20,7 +20,7 @@ from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.files.digests import content_digests, digest_listed
 from fnpipe.pipeline.shard.order import draw_splits
 from fnpipe.pipeline.shard.repeats import Repeats
-from fnpipe.pipeline.shard.swap_captions import Swaps
+from fnpipe.pipeline.shard.swap_captions import CaptionSwaps
 from fnpipe.pipeline.shard.write_shard import Tally, part_path, quarantine_path, read_tally
 from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA, PAIRS_SCHEMA, QUARANTINE_SCHEMA, SHUFFLED, TRAIN
 
@@ -185,7 +185,7 @@ def _straddling(ranks: dict[str, list[np.ndarray]]) -> Counter[tuple[str, ...]]:
     )
 
 
-def _swaps(parts: Path, shards: int, drawn: Mapping[str, np.ndarray], share: float, seed: int) -> Swaps:
+def _swaps(parts: Path, shards: int, drawn: Mapping[str, np.ndarray], share: float, seed: int) -> CaptionSwaps:
     """Which captions change places; holds the captions of all pairs, unlike everything else here."""
     columns_of, images = [], 0
     for shard in range(shards):
@@ -196,7 +196,7 @@ def _swaps(parts: Path, shards: int, drawn: Mapping[str, np.ndarray], share: flo
         columns = [_splits(part, drawn), part["caption"].cast(pa.large_string()), part["image_sha256"], images + inside]
         columns_of.append(pa.table(dict(zip(("split", "caption", "image_sha256", "image"), columns, strict=True))))
         images += len(first)
-    return Swaps(pa.concat_tables(columns_of), TRAIN, share, seed)
+    return CaptionSwaps(pa.concat_tables(columns_of), TRAIN, share, seed)
 
 
 def _pairs(

@@ -64,7 +64,7 @@ class ShardConfig:
         ):
             if value is not None and value < 1:
                 raise InputError(f"{name} {value}: at least 1")
-        from fnpipe.pipeline.sources.texts import require_way  # pyarrow loads here, and not for the help
+        from fnpipe.pipeline.sources.captions import require_way  # pyarrow loads here, and not for the help
 
         require_way(self.captions)
         for option, amount in (("--holdout", self.holdout), ("--validation", self.validation)):

@@ -14,17 +14,17 @@ import pyarrow.compute as pc
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.digests import content_digest
-from fnpipe.pipeline.files.tables import no_cycle_search
+from fnpipe.pipeline.files.tables import gc_paused
 from fnpipe.pipeline.files.urls import absolute
 from fnpipe.pipeline.machine.processes import Workers
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.shard.order import image_groups, shard_rows
 from fnpipe.pipeline.shard.write_shard import ROWS
+from fnpipe.pipeline.sources.captions import read_texts
 from fnpipe.pipeline.sources.open import READERS
 from fnpipe.pipeline.sources.rows import RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
 from fnpipe.pipeline.sources.splits import rows_of_split, unused_folders_note
-from fnpipe.pipeline.sources.texts import read_texts
 from fnpipe.pipeline.sources.webdataset import is_compressed
 from fnpipe.pipeline.workspace.schemas import QUARANTINE_SCHEMA
 
@@ -102,7 +102,7 @@ def read_sources(sources: list[Source], how: ReadOptions, workers: Workers, spoo
         if in_place:
             _require_plain_tars(source)
         rows = RowBuilder(number)
-        with no_cycle_search():
+        with gc_paused():
             READERS[source.format](source, how, rows, tools)
         if not len(rows):
             raise InputError(f"{source.path}: no rows in it")

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fnpipe.pipeline.files.tables import codes_of
 from fnpipe.pipeline.workspace.schemas import SHUFFLED_SCHEMA
 
 # Keeps these draws apart from others of the same seed.
@@ -57,7 +58,7 @@ def shuffle_captions(
     return chosen, givers, ~right(chosen, givers)
 
 
-class Swaps:
+class CaptionSwaps:
     """Captions that change places in ``pairs/``.
 
     Args:
@@ -67,7 +68,7 @@ class Swaps:
 
     def __init__(self, pairs: pa.Table, split: str, share: float, seed: int) -> None:
         candidates = np.flatnonzero(pc.equal(pairs["split"], split).to_numpy())
-        pictures, captions = _codes(pairs["image_sha256"]), _codes(pairs["caption"])
+        pictures, captions = codes_of(pairs["image_sha256"]), codes_of(pairs["caption"])
         self.pair_ids, self.givers, self.wrong = shuffle_captions(pictures, captions, candidates, share, seed)
         self._texts = pairs["caption"].take(pa.array(self.givers)).combine_chunks().cast(pa.string())
         self._images = pairs["image"].to_numpy()
@@ -87,10 +88,3 @@ class Swaps:
         pair_ids, givers = self.pair_ids[self.wrong], self.givers[self.wrong]
         columns = [pair_ids, self._images[pair_ids], givers, self._images[givers]]
         return pa.table(dict(zip(SHUFFLED_SCHEMA.names, columns, strict=True)), schema=SHUFFLED_SCHEMA)
-
-
-def _codes(column: pa.ChunkedArray) -> np.ndarray:
-    """Equal strings get equal int64 codes."""
-    encoded = pc.dictionary_encode(pc.cast(column, pa.large_string())).combine_chunks()
-    codes: np.ndarray = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-    return codes

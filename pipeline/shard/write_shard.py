@@ -23,7 +23,7 @@ import simplejpeg
 from PIL import Image
 
 from fnpipe.pipeline.files import atomic, tables
-from fnpipe.pipeline.files.tables import TablePacker, no_cycle_search
+from fnpipe.pipeline.files.tables import TablePacker, gc_paused
 from fnpipe.pipeline.files.tar_writer import TarWriter
 from fnpipe.pipeline.files.urls import filesystem, is_remote
 from fnpipe.pipeline.images.decode import BadImage, ImageFacts, decode_rgb, inspect_image
@@ -127,7 +127,7 @@ def make_part(task: tuple[str, str, int]) -> int:
     job, rows = _opened(directory, token)
     batch = rows.get_batch(shard)
     maker = _PartMaker(job, batch)
-    with no_cycle_search():
+    with gc_paused():
         if job.shards is None:
             maker.run(None)
         else:

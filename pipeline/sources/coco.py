@@ -12,8 +12,7 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.tables import BATCH_ROWS, TablePacker
 from fnpipe.pipeline.files.text import open_text
 from fnpipe.pipeline.files.urls import parent
-from fnpipe.pipeline.sources.json_rows import shown
-from fnpipe.pipeline.sources.json_stream import JsonStream
+from fnpipe.pipeline.sources.json_rows import JsonStream, shown
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
 from fnpipe.pipeline.sources.splits import split_of_file

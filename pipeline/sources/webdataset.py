@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
-from fnpipe.pipeline.files.tables import no_cycle_search
+from fnpipe.pipeline.files.tables import gc_paused
 from fnpipe.pipeline.files.text import common_folder, open_binary, peek, spool_name, unpacked_limit, unpacks_too_far
 from fnpipe.pipeline.files.urls import join, natural, walk
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
@@ -98,7 +98,7 @@ def is_compressed(path: str) -> bool:
 
 def index_rows(path: str, name: str, field: str | None) -> tuple[pa.Table, TarIndex]:
     """The rows of one uncompressed tar, and its index; ``name`` stands before each member's name."""
-    with no_cycle_search():
+    with gc_paused():
         index = index_tar(path)
     rows = RowBuilder(0)
     for sample in index.samples:

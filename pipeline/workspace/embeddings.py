@@ -22,7 +22,7 @@ def text_array_path(directory: Path, shard: int) -> Path:
     return directory / "text_emb" / f"text_emb_{shard:05d}.npy"
 
 
-class Rows:
+class Vectors:
     """Rows of one modality over all shards: float16 on disk, float32 in the hand.
 
     The arrays of the shards are mapped, never read whole; what is resident is what was asked for.
@@ -80,7 +80,7 @@ class Rows:
         return out
 
     def addresses(self, ids: np.ndarray) -> np.ndarray:
-        """Where rows lie in memory, for as long as these ``Rows`` live: (n,) int64, each of ``width`` float16 values.
+        """Where rows lie in memory, as long as these ``Vectors`` live: (n,) int64, each of ``width`` float16 values.
 
         Args:
             ids: (n,) int64, in any order.
@@ -116,8 +116,8 @@ class Embeddings:
         self.meta = meta
         self.width = stage.number("width")
         shards = range(workspace.n_shards)
-        self.images = Rows([image_array_path(stage.path, s) for s in shards], workspace.image_starts, self.width)
-        self.texts = Rows([text_array_path(stage.path, s) for s in shards], workspace.pair_starts, self.width)
+        self.images = Vectors([image_array_path(stage.path, s) for s in shards], workspace.image_starts, self.width)
+        self.texts = Vectors([text_array_path(stage.path, s) for s in shards], workspace.pair_starts, self.width)
         bad = read_bad(stage)
         self.bad_images = _sorted_ids(bad["image_id"])
         self.bad_pairs = _sorted_ids(bad["pair_id"])

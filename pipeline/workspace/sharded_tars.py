@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.files.urls import is_remote, local_path, size_of
 from fnpipe.pipeline.images.decode import decode_or_none
 from fnpipe.pipeline.machine.limits import MAX_PIXELS
 from fnpipe.pipeline.workspace.pairs import Pairs
+from fnpipe.pipeline.workspace.pictures import Pictures
 
 _NAME_BYTES = 100
 # Pictures of a tar that are compared where it was written to at another time, or copied, since it was indexed.
@@ -103,8 +103,8 @@ class ShardedTars:
         may_differ = self._written_anew(shard)
         for some in np.array_split(rows, -(-len(rows) // _COMPARED) or 1):
             table = pairs.take(some)
-            offsets, sizes = table["image_offset"].to_numpy(), table["image_size"].to_numpy()
-            data = _ranges(self.url(shard), offsets, sizes)
+            offset, size = table["image_offset"].to_numpy(), table["image_size"].to_numpy()
+            data = _encoded(Pictures.in_tar(self.url(shard), offset, size))
             digests = [None if picture is None else hashlib.sha256(picture).hexdigest() for picture in data]
             named = zip(table["key"].to_pylist(), table["image_sha256"].to_pylist(), digests, data, strict=True)
             wrong += [key for key, before, now, picture in named if before != now and not may_differ(picture)]
@@ -151,10 +151,10 @@ def _changed(url: str, what: str) -> InputError:
     )
 
 
-def _ranges(url: str, offsets: np.ndarray, sizes: np.ndarray) -> list[bytes] | list[None]:
+def _encoded(pictures: Pictures) -> list[bytes] | list[None]:
     try:
-        return read_ranges([url] * len(offsets), offsets, sizes)
+        return pictures.read()
     except OSError as error:
         if error.errno is not None:
             raise
-        return [None] * len(offsets)  # the file ends before
+        return [None] * len(pictures)  # the file ends before

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fnpipe.pipeline.files import lock
 from fnpipe.pipeline.made_by import MADE_BY
 from fnpipe.pipeline.workspace.manifest import read_manifest
 from fnpipe.pipeline.workspace.pairs import Pairs, read_dense, span_of
+from fnpipe.pipeline.workspace.pictures import Pictures, images_in
 from fnpipe.pipeline.workspace.record import LOCK, RecordedDirectory
 from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA
 from fnpipe.pipeline.workspace.sharded_tars import ShardedTars
@@ -104,6 +106,25 @@ class Workspace:
             self.tars.require_unchanged(shard)
             self._known_tars.add(shard)
         return self.shard_url(shard)
+
+    @cached_property
+    def pictures(self) -> Pictures:
+        """The pictures by image_id; whether the tars are still those that were sharded is not looked at (see `tar`)."""
+        urls = tuple(self.shard_url(shard) for shard in range(self.n_shards))
+        shards = np.repeat(np.arange(self.n_shards), np.diff(self.image_starts))
+        return Pictures(urls, shards, *self.pairs.places, self.max_pixels)
+
+    def pictures_of(self, shard: int, pairs: pa.Table) -> tuple[np.ndarray, Pictures]:
+        """(n,) image_ids, ascending, of a table of pairs of ``shard``, and their pictures in this order.
+
+        Args:
+            pairs: with the columns image_id, image_offset and image_size.
+
+        Raises:
+            InputError: the tar is gone, or no longer the one that was sharded.
+        """
+        image_ids, offset, size = images_in(pairs)
+        return image_ids, Pictures.in_tar(self.tar(shard), offset, size, self.max_pixels)
 
     def pairs_path(self, shard: int) -> Path:
         return self.pairs.path(shard)

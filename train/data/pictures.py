@@ -12,7 +12,7 @@ import torch
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.files.urls import filesystem, is_remote, local_path
-from fnpipe.pipeline.images.decode import decode_or_none
+from fnpipe.pipeline.workspace.pictures import Pictures
 from fnpipe.pipeline.workspace.workspace import Workspace
 
 # (H, W, 3) uint8 -> (3, S, S) uint8: the picture at the model's input size.
@@ -24,48 +24,21 @@ CHECKED_PER_SHARD, CHECKED, CHECKED_AT_LEAST = 256, 1 << 16, 4
 
 
 @dataclass(frozen=True)
-class Samples:
-    """Where every image lies, and every caption: small arrays over the whole workspace.
+class Samples(Pictures):
+    """The pictures of a workspace by image_id, and its captions: small arrays over all of it.
 
     Attributes:
-        urls: one per shard. shard: (n_images,) int64, ascending. offset, size: (n_images,) int64, the bytes of an
-            image in its tar.
         captions: (n_pairs,) strings. image_of: (n_pairs,) int64.
-        max_pixels: the limit under which the pictures were kept.
     """
 
-    urls: tuple[str, ...]
-    shard: np.ndarray
-    offset: np.ndarray
-    size: np.ndarray
-    captions: pa.Array
+    captions: pa.LargeStringArray
     image_of: np.ndarray
-    max_pixels: int
 
     @classmethod
     def of(cls, workspace: Workspace) -> Samples:
-        pairs = workspace.read_pairs(["image_id", "shard", "image_offset", "image_size", "caption"])
-        image_of = pairs["image_id"].to_numpy()
-        columns = []
-        for name in ("shard", "image_offset", "image_size"):
-            column = np.zeros(workspace.n_images, np.int64)
-            column[image_of] = pairs[name].to_numpy()
-            columns.append(column)
-        captions = pa.chunked_array(pairs["caption"].chunks, pa.string()).cast(pa.large_string()).combine_chunks()
-        urls = tuple(workspace.shard_url(s) for s in range(workspace.n_shards))
-        # What the columns took would stay with Arrow, twice as much as is kept.
-        del pairs
-        pa.default_memory_pool().release_unused()
-        return cls(urls, columns[0], columns[1], columns[2], captions, image_of, workspace.max_pixels)
-
-    def read(self, image_ids: np.ndarray) -> list[bytes]:
-        """The encoded pictures of (n,) image_ids, in their order."""
-        urls = [self.urls[s] for s in self.shard[image_ids]]
-        return read_ranges(urls, self.offset[image_ids], self.size[image_ids])
-
-    def decoded(self, data: bytes) -> np.ndarray | None:
-        """(H, W, 3) uint8, or None for bytes that are no usable picture."""
-        return decode_or_none(data, max_pixels=self.max_pixels)
+        workspace.pairs.load("places", "captions", "image_of")
+        pictures = workspace.pictures
+        return cls(**vars(pictures), captions=workspace.pairs.captions, image_of=workspace.pairs.image_of)
 
     def texts(self, pair_ids: np.ndarray) -> list[str]:
         """The captions of (n,) pair_ids, in their order."""

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.text import open_text
 from fnpipe.pipeline.sources.captions import clean_caption
-from fnpipe.pipeline.sources.json_stream import JsonStream
+from fnpipe.pipeline.sources.json_rows import JsonStream
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.evaluation.eccv import ON, CocoTest
 from fnpipe.train.evaluation.queries import Queries

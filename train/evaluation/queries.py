@@ -8,8 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.mining.data.keys import codes_of, combination_keys
+from fnpipe.mining.data.keys import combination_keys
 from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.files.tables import codes_of
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.schemas import TEST
 from fnpipe.pipeline.workspace.workspace import Workspace

@@ -11,10 +11,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 import torch
 
-from fnpipe.mining.data.keys import codes_of
 from fnpipe.mining.data.truth import Truth
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.device import pick_device
@@ -153,14 +151,13 @@ class _Encoder:
     """A model over the pictures and captions of a workspace; equal ones are encoded once."""
 
     def __init__(self, model: VLModel, workspace: Workspace, samples: Samples) -> None:
-        pairs = workspace.read_pairs(["image_id", "image_sha256", "caption"])
+        workspace.pairs.load("picture_codes", "caption_codes")
         self.model = model
         self.samples = samples
         self.device = model.temp.device
         self.transform = model.transform
-        self.picture_codes = np.empty(workspace.n_images, np.int64)
-        self.picture_codes[pairs["image_id"].to_numpy()] = codes_of(pairs["image_sha256"])
-        self.caption_codes = codes_of(pc.utf8_trim_whitespace(pairs["caption"]))
+        self.picture_codes = workspace.pairs.picture_codes
+        self.caption_codes = workspace.pairs.caption_codes
 
     def images(self, image_ids: np.ndarray, advance: Advance) -> tuple[torch.Tensor, np.ndarray]:
         """Embeddings (n, e) on the CPU, zeros where a picture cannot be decoded, and (n,) bool which can be."""
@@ -177,7 +174,7 @@ class _Encoder:
 
     def pixels(self, image_ids: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
         """Normalised pictures of those that can be decoded, on the device, and (n,) bool which can be."""
-        pictures = [self.samples.decoded(data) for data in self.samples.read(image_ids)]
+        pictures = self.samples.decode(image_ids)
         good = np.array([rgb is not None for rgb in pictures], bool)
         fitted = [self.transform(rgb) for rgb in pictures if rgb is not None]
         height, width = self.transform.size

@@ -66,7 +66,7 @@ def embed_adapted(
     def compute(tasks: Iterable[ShardTask], advance: Advance) -> Iterator[ShardRows]:
         for task in tasks:
             yield _turned(net, source, task.shard, reasons, description)
-            advance(len(task.sizes))
+            advance(len(task.pictures))
 
     inputs = {source.stage.name: source.stage.digest}
     return fill(workspace, description, source.width, options, config, compute, inputs=inputs)

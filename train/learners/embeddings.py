@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity
-from fnpipe.mining.data.train_pairs import pair_images, read_train_pairs
+from fnpipe.mining.data.train_pairs import read_train_pairs
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.edges.labels import POSITIVE
 from fnpipe.mining.edges.lookup import EdgeLookup
@@ -117,7 +117,7 @@ def open_frozen_inputs(workspace: Workspace, config: FrozenConfig) -> FrozenInpu
         members = read_train_pairs(workspace, embeddings)
         source = RandomBatches(members, config.batch_size or DEFAULT_BATCH_SIZE, config.seed)
     check_batch_size(source.batch_size, config.batch_size, workspace)
-    image_of = pair_images(workspace)
+    image_of = workspace.pairs.image_of
     usable = embeddings.usable(image_of, np.arange(workspace.n_pairs))
     if not usable.all():
         # A plan may have been made from other embeddings, or from none.

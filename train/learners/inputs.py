@@ -70,6 +70,8 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         InputError: one is missing, damaged, unfinished, made for other pairs, or there are several to choose from.
     """
     digests = {"pairs": workspace.digest}
+    # All that the run needs of the pairs, in one pass over them.
+    workspace.pairs.load("image_of", "train", "picture_codes", "caption_codes", "captions", "places")
     members = read_train_pairs(workspace)
     plan = find_plan(workspace, config)
     batch_size = config.batch_size or (64 if architecture == TINY else 128)

@@ -22,7 +22,7 @@ def agreement(
     images, texts = hardest_pairs(decisions)
     if not len(images):
         return 1.0
-    pictures = [samples.decoded(data) for data in samples.read(batch.image_ids)]
+    pictures = samples.decode(batch.image_ids)
     captions = samples.texts(batch.pair_ids)
     # The protocol wants captions by length.
     order = np.argsort([len(caption) for caption in captions], kind="stable")

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from conftest import MakeWorkspace, flat_colour, png
 from fnpipe.mining.data.identity import Identity
-from fnpipe.mining.data.keys import codes_of, combination_keys
+from fnpipe.mining.data.keys import combination_keys
+from fnpipe.pipeline.files.tables import codes_of
 
 ONE_FIXTURE = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 

@@ -23,7 +23,7 @@ from fnpipe.mining.graph.search_sides import SearchSide
 from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.threads import torch_threads
-from fnpipe.pipeline.workspace.embeddings import Embeddings, Rows
+from fnpipe.pipeline.workspace.embeddings import Embeddings, Vectors
 from fnpipe.pipeline.workspace.workspace import Workspace
 
 
@@ -109,7 +109,7 @@ def side_of(rows: np.ndarray, directory: Path, ids: np.ndarray | None = None) ->
     path = directory / f"{abs(hash(rows.tobytes()))}.npy"
     np.save(path, rows.astype(np.float16))
     ids = np.arange(len(rows)) if ids is None else ids
-    return SearchSide(Rows([path], np.array([0, len(rows)]), rows.shape[1]), ids, ids)
+    return SearchSide(Vectors([path], np.array([0, len(rows)]), rows.shape[1]), ids, ids)
 
 
 def lists_of(directory: Path, seed: int, n: int = 3000) -> tuple[SearchSide, SearchSide, InvertedLists, dict[str, int]]:

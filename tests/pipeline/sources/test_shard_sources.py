@@ -24,9 +24,9 @@ from fnpipe.pipeline.files.urls import expand_braces
 from fnpipe.pipeline.images.decode import BadImage, decode_rgb
 from fnpipe.pipeline.images.reader import ImageReader, ImageRequest
 from fnpipe.pipeline.shard.order import draw_splits, image_groups, seeded_order, shard_rows
-from fnpipe.pipeline.sources import json_stream as jsonstream
+from fnpipe.pipeline.sources import json_rows as jsonstream
 from fnpipe.pipeline.sources.captions import clean_caption
-from fnpipe.pipeline.sources.json_stream import JsonStream
+from fnpipe.pipeline.sources.json_rows import JsonStream
 from fnpipe.pipeline.sources.open import open_sources, source_names
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Tools

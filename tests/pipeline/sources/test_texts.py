@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from conftest import TESTS, png
 from fnpipe.cli.main import run
-from fnpipe.pipeline.sources.captions import clean_caption
+from fnpipe.pipeline.sources.captions import clean_caption, read_texts
 from fnpipe.pipeline.sources.rows import RowBuilder
-from fnpipe.pipeline.sources.texts import read_texts
 
 CASE = TESTS / "cases2" / "15-several-captions-in-one-text"
 THREE = ["A man runs.", "Somebody in a park.", "A runner at dawn."]

@@ -43,7 +43,7 @@ def test_the_reference_names_every_flag_of_a_command_and_no_other(name: str):
     text = (REFERENCE / "commands.md").read_text()
     match = re.search(rf"^## `fnpipe {name}[ `].*?(?=^## |\Z)", text, re.DOTALL | re.MULTILINE)
     assert match, f"{name} is not in the reference; {AGAIN}"
-    named = set(re.findall(r"^\| `(--[a-z-]+)", match[0], re.MULTILINE))
+    named = set(re.findall(r"^\| (?:`|<code>)(--[a-z-]+)", match[0], re.MULTILINE))
     assert named == {max(option.opts, key=len) for option in options_of(COMMANDS[name])}, AGAIN
 
 

@@ -120,7 +120,9 @@ def _command(name: str, command: Any) -> str:
         default = option.default
         shown = "" if default in (None, False, (), []) or callable(default) else f" Default: {default}."
         shown = "" if "efault" in text else shown
-        lines.append(f"| `{max(option.opts, key=len)}{_value(option)}` | {text}{shown} |")
+        # Between backticks GitHub wants a bar escaped, and shows none; Python-Markdown shows the backslash.
+        flag = f"{max(option.opts, key=len)}{_value(option)}".replace("|", "&#124;")
+        lines.append(f"| <code>{flag}</code> | {text}{shown} |" if "&" in flag else f"| `{flag}` | {text}{shown} |")
     return "\n".join([*lines, ""])
 
 
@@ -132,7 +134,7 @@ def _value(option: Any) -> str:
     kind_name = str(kind.annotation) if kind is not None else option.type.name
     number = "int" in kind_name or "float" in kind_name
     value = option.metavar or ("N" if number else option.name.strip("_").split("_")[-1].upper())
-    return " " + _cell(value)
+    return f" {value}"
 
 
 def _cell(text: str) -> str:

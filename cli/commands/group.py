@@ -43,7 +43,7 @@ def group_command(
             f"{summary.planned:,} of {summary.images:,} images planned, {summary.dropped:,} left over"
         )
         if summary.steps:
-            total = summary.planned * summary.epochs
+            total = summary.images * summary.epochs
             said = {"avoided": "passed over a known match", "forced": "beside a known match all the same"}
             print(
                 "steps: "

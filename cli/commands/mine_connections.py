@@ -74,7 +74,7 @@ def mine_connections_command(
     from fnpipe.mining.connections.forecast import plan_mining
     from fnpipe.mining.connections.stage import mine_connections  # torch loads here
 
-    config = MineConfig(**given, **thresholds)
+    config = MineConfig(**{**given, **thresholds})
     config = replace(config, embeddings=embeddings_for(discriminator, opened, config.embeddings))
     con_d = load_discriminator(discriminator, opened, config, calibrate_on, device, precision)
     if plan:

@@ -10,11 +10,12 @@ from conftest import ROOT
 
 FOLDERS = ("benchmarks", "experiments", "tools")
 
-# One interpreter has the large libraries; each script runs in a fork of it.
+# One interpreter has the large libraries and the product; each script runs in a fork of it.
 ASK_ALL = """
 import os, runpy, sys
 os.environ["OMP_NUM_THREADS"] = "1"
 import datasets, faiss, hypothesis, open_clip, pytest, torch
+import fnpipe.cli.main, fnpipe.mining.views.audit, fnpipe.mining.plans.stage, fnpipe.train.demo, fnpipe.train.methods
 for script in sys.argv[1:]:
     child = os.fork()
     if child == 0:

@@ -122,7 +122,8 @@ def open_clip_tokenizer(architecture: str, context_length: int, vocabulary_size:
     """
     import open_clip
 
-    needs_hub = "hf_tokenizer_name" in open_clip.get_model_config(architecture)["text_cfg"]
+    settings = (open_clip.get_model_config(architecture) or {}).get("text_cfg", {})
+    needs_hub = "hf_tokenizer_name" in settings
     reachable = True
     try:
         with hub.or_cache() if needs_hub else nullcontext(True) as reachable:

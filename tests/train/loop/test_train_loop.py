@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -212,7 +213,7 @@ def test_a_run_is_never_continued_with_other_values_or_inputs(mafa_workspace: Wo
         train(mafa_workspace, MAFA, run="r")
     with pytest.raises(InputError, match="no run to resume"):
         train(mafa_workspace, MAFA, run="other", resume=True)
-    (mafa_workspace.root / "groups/grit-8/meta.json").unlink()
+    shutil.rmtree(mafa_workspace.root / "groups/grit-8")
     write_plan(mafa_workspace, [list(range(b, 24, 6)) for b in reversed(range(6))])
     with pytest.raises(InputError, match="started from other groups/grit-8"):
         train(mafa_workspace, {}, run="r", resume=True)
@@ -568,7 +569,7 @@ def test_false_negatives_are_counted_in_both_directions():
     sims = torch.tensor([[9.0, 3.0, 1.0], [2.0, 9.0, 4.0], [5.0, 1.0, 9.0]])
     decisions = ecm_decisions(sims, None, None, PLAIN)
     empty = torch.empty(0)
-    batch = Batch(0, 0, np.array([10, 11, 12]), np.array([20, 21, 22]), empty, empty, empty, None, None, 0)
+    batch = Batch(0, 0, np.array([10, 11, 12]), np.array([20, 21, 22]), empty, empty, empty, None, 0)
     # Hardest text of the images: 21, 22, 20; hardest image of the texts: 12, 10, 11.
     asked: list[tuple[int, int]] = []
 

@@ -329,7 +329,7 @@ def test_the_command_prints_a_table_and_its_json_says_the_same(tmp_path: Path, c
     assert re.search(r"dual TR R@1 +40\.00 +41\.00", said)
     assert "Their configurations differ in lr." in said
     assert "--html report.html" in said
-    page = tmp_path / "new" / "r.html"
+    page = tmp_path / "r.html"
     assert run_cli(["report", str(a), str(b), "--html", str(page), "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["html"] == {"path": str(page), "size_bytes": page.stat().st_size}

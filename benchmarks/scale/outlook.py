@@ -39,8 +39,8 @@ PLAN_HOURS = 324 / HOUR
 PLAN_ALL_PAIRS = 4_000_000  # group.py at that size and M = all, given the graph: half of 84 CPU seconds
 PLAN_ALL_HOURS = 42 / HOUR
 LOOKUP_BYTES_AN_EDGE = 13.0  # train.py
-PLAN_BYTES_A_PAIR = 200.0  # members (tables.py: 96), and a dozen columns of 8 bytes
-PEAK_BYTES_A_PAIR = 600.0  # tables.py, a million pairs: while the identity rule is read, which mining and training do
+PLAN_BYTES_A_PAIR = 200.0  # members (speed/tables.py: 96), and a dozen columns of 8 bytes
+PEAK_BYTES_A_PAIR = 600.0  # speed/tables.py: while the identity rule is read, which mining and training do
 
 # Assumed of one GPU: 312 Tflop/s in bfloat16 (an A100's), of which models reach between these shares.
 GPU_FLOPS, SHARES = 312e12, (0.1, 0.4)

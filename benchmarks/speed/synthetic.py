@@ -64,16 +64,26 @@ def synthetic_workspace(root: Path, pairs: int) -> Workspace:
 
 
 def _make(root: Path, pairs: int) -> None:
-    generator, counts = Generator(), []
-    directory = root / "embeddings" / "clip"
-    for shard, start in enumerate(range(0, pairs, PAIRS_PER_SHARD)):
-        n = min(PAIRS_PER_SHARD, pairs - start)
-        counts.append(n)
-        images, texts = generator.draw(n)
-        arrays.write_array(image_array_path(directory, shard), images)
-        arrays.write_array(text_array_path(directory, shard), texts)
-        tables.write_table(root / "pairs" / f"{shard:05d}.parquet", _pairs(shard, np.arange(start, start + n)))
+    starts = range(0, pairs, PAIRS_PER_SHARD)
+    counts = [min(PAIRS_PER_SHARD, pairs - start) for start in starts]
+    for shard, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        tables.write_table(root / "pairs" / f"{shard:05d}.parquet", _pairs(shard, np.arange(start, start + count)))
         tables.write_table(root / "images" / f"{shard:05d}.parquet", IMAGES_SCHEMA.empty_table())
+    write_manifest(root, counts)
+    workspace = Workspace.open(root)
+    stage, generator = workspace.stage("embeddings/clip"), Generator()
+    stage.begin({"model": "synthetic"}, {"pairs": workspace.digest})
+    for shard, count in enumerate(counts):
+        images, texts = generator.draw(count)
+        arrays.write_array(image_array_path(stage.path, shard), images)
+        arrays.write_array(text_array_path(stage.path, shard), texts)
+    tables.write_table(stage.path / "bad.parquet", BAD_SCHEMA.empty_table())
+    stage.finish(["bad.parquet"], width=WIDTH, normalised=True, dtype="float16")
+
+
+def write_manifest(root: Path, pairs_per_shard: list[int]) -> None:
+    """Finish a workspace of tables alone, all of whose pairs are in the train split, one picture each."""
+    pairs = sum(pairs_per_shard)
     manifest = {
         "format": 1,
         "complete": True,
@@ -81,17 +91,13 @@ def _make(root: Path, pairs: int) -> None:
         "sources": [],
         "params": {},
         "counts": {"rows": pairs, "kept": pairs, "quarantined": {}},
-        "shards": [f"shards/{shard:05d}.tar" for shard in range(len(counts))],
-        "images_per_shard": counts,
-        "pairs_per_shard": counts,
+        "shards": [f"shards/{shard:05d}.tar" for shard in range(len(pairs_per_shard))],
+        "images_per_shard": pairs_per_shard,
+        "pairs_per_shard": pairs_per_shard,
         "splits": {"train": pairs},
         "digest": digest_files(sorted((root / "pairs").iterdir()), root),
     }
     (root / "fnpipe.json").write_text(json.dumps(manifest))
-    stage = Workspace.open(root).stage("embeddings/clip")
-    stage.begin({"model": "synthetic"}, {"pairs": manifest["digest"]})
-    tables.write_table(stage.path / "bad.parquet", BAD_SCHEMA.empty_table())
-    stage.finish(["bad.parquet"], width=WIDTH, normalised=True, dtype="float16")
 
 
 def _pairs(shard: int, ids: np.ndarray) -> pa.Table:

@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -24,10 +24,12 @@ class _Hub(BaseHTTPRequestHandler):
     folder: Path
     name: str
     asked: list[str]
+    watch: Callable[[int], None]
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)
         self.asked.append(f"{self.command} {self.path}")
+        self.watch(len(self.asked))
         api = f"/api/datasets/{self.name}"
         if path in (api, f"{api}/revision/main", f"{api}/revision/{REVISION}"):
             files = [{"rfilename": entry["path"]} for entry in self._entries("", True) if entry["type"] == "file"]
@@ -92,10 +94,16 @@ class _Hub(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def hub_of(folder: Path, name: str = "owner/set") -> Iterator[tuple[str, list[str]]]:
-    """Serve ``folder`` as the data set ``name``; gives the endpoint, and what was asked of it so far."""
+def hub_of(
+    folder: Path, watch: Callable[[int], None] = lambda asked: None, name: str = "owner/set"
+) -> Iterator[tuple[str, list[str]]]:
+    """Serve ``folder`` as the data set ``name``; gives the endpoint, and what was asked of it so far.
+
+    Args:
+        watch: called with the number of questions so far, before each is answered.
+    """
     asked: list[str] = []
-    handler = type("Handler", (_Hub,), {"folder": folder, "name": name, "asked": asked})
+    handler = type("Handler", (_Hub,), {"folder": folder, "name": name, "asked": asked, "watch": staticmethod(watch)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -104,8 +112,16 @@ def hub_of(folder: Path, name: str = "owner/set") -> Iterator[tuple[str, list[st
         server.shutdown()
 
 
-def fnpipe(endpoint: str, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command against a hub, in a process of its own: the client reads the endpoint when it is loaded."""
+def start(endpoint: str, home: Path, *arguments: str) -> subprocess.Popen[str]:
+    """A command against a hub, in a process of its own: the client reads the endpoint when it is loaded."""
     environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
     command = [sys.executable, "-m", "fnpipe.cli", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+
+
+def fnpipe(endpoint: str, home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command against a hub to its end."""
+    process = start(endpoint, home, *arguments)
+    out, err = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hub_server import REVISION, fnpipe, hub_of
+from hub_server import REVISION, fnpipe, hub_of, start
 from test_splits import pictures_of, shard_pairs, splits_of, write_parquet
 
 from conftest import flat_colour, png
@@ -26,6 +29,10 @@ def captions_by_split(root: Path) -> dict[str, list[str]]:
     for caption, split in sorted(zip(pairs["caption"].to_pylist(), pairs["split"].to_pylist(), strict=True)):
         found.setdefault(split, []).append(caption)
     return found
+
+
+def files_of(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def test_a_data_set_of_the_hub_is_read_at_one_revision(tmp_path: Path):
@@ -58,6 +65,33 @@ def test_a_data_set_of_the_hub_is_read_at_one_revision(tmp_path: Path):
     assert refused.returncode == 2
     assert refused.stderr.startswith("fnpipe: hf:owner/set: the Hub cannot be reached (ConnectError")
     assert refused.stderr.count("\n") == 1
+
+
+def test_a_sharding_of_the_hub_that_was_killed_ends_with_the_same_bytes(tmp_path: Path):
+    for number, name in enumerate(("train-0", "train-1", "test-0")):
+        write_parquet(tmp_path / "set" / "data" / f"{name}.parquet", [f"{name} {i}" for i in range(3)], 3 * number)
+    command = ("shard", "hf:owner/set", "--workers", "1", "--images-per-shard", "2")
+    with hub_of(tmp_path / "set") as (endpoint, asked):
+        fnpipe(endpoint, tmp_path / "home-alone", *command, str(tmp_path / "alone"))
+        questions = len(asked)
+    reached, killed = threading.Event(), threading.Event()
+
+    def hold(asked: int) -> None:
+        if asked >= 0.9 * questions:  # while the last file is read
+            reached.set()
+            killed.wait(60)
+
+    with hub_of(tmp_path / "set", hold) as (endpoint, _):
+        process = start(endpoint, tmp_path / "home", *command, str(tmp_path / "killed"))
+        assert reached.wait(60)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        killed.set()
+        with pytest.raises(InputError):
+            Workspace.open(tmp_path / "killed")
+        done = fnpipe(endpoint, tmp_path / "home", *command, str(tmp_path / "killed"))
+        assert done.returncode == 0, done.stderr
+    assert files_of(tmp_path / "killed") == files_of(tmp_path / "alone")
 
 
 def test_a_folder_of_pictures_on_the_hub_is_streamed_with_its_metadata(tmp_path: Path):

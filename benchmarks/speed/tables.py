@@ -1,6 +1,6 @@
 """What the tables of a workspace take in a process that plans, mines, trains or evaluates: seconds, and bytes a pair.
 
-    python benchmarks/scale/tables.py --pairs 1000000
+    python benchmarks/speed/tables.py --pairs 1000000
 
 The workspace holds nothing but its tables: one caption a picture, of ten words and a number. Every part is read in a
 process of its own; its anonymous memory is that beyond the program's. The last line is JSON.
@@ -23,9 +23,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from synthetic import write_manifest
 
 from fnpipe.pipeline.files import tables
-from fnpipe.pipeline.files.digests import digest_files
 from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA, PAIRS_SCHEMA
 from fnpipe.pipeline.workspace.workspace import Workspace
 
@@ -119,20 +119,7 @@ def make_workspace(root: Path, pairs: int) -> None:
         for kind, schema in (("pairs", PAIRS_SCHEMA), ("images", IMAGES_SCHEMA)):
             table = pa.table({name: columns[name] for name in schema.names}, schema)
             tables.write_table(root / kind / f"{shard:05d}.parquet", table)
-    manifest = {
-        "format": 1,
-        "complete": True,
-        "seed": 0,
-        "sources": [],
-        "params": {},
-        "counts": {"rows": pairs, "kept": pairs, "quarantined": {}},
-        "shards": [f"shards/{shard:05d}.tar" for shard in range(len(counts))],
-        "images_per_shard": counts,
-        "pairs_per_shard": counts,
-        "splits": {"train": pairs},
-        "digest": digest_files(sorted((root / "pairs").iterdir()), root),
-    }
-    (root / "fnpipe.json").write_text(json.dumps(manifest))
+    write_manifest(root, counts)
 
 
 if __name__ == "__main__":

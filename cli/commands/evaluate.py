@@ -58,42 +58,44 @@ def evaluate_command(
     if coco_captions is not None and not eccv:
         raise InputError("--coco-captions goes with --eccv")
 
-    from fnpipe.pipeline.workspace.workspace import Workspace
+    from fnpipe.pipeline.workspace.workspace import Workspace, reading
 
     opened = Workspace.open(workspace)
     from fnpipe.mining.data.truth import Truth
     from fnpipe.train.evaluation.queries import read_queries  # torch loads here
 
-    known = Truth.read(truth, opened) if truth is not None else None
-    measure, matched = None, {}
-    if eccv:
-        from fnpipe.train.evaluation.coco import coco_queries
-        from fnpipe.train.evaluation.eccv import read_coco_test
+    read = [] if embeddings is None else [opened.stage(f"embeddings/{embeddings}")]
+    with reading(opened, {stage.name: stage.digest for stage in read if stage.meta()}, "fnpipe evaluate"):
+        known = Truth.read(truth, opened) if truth is not None else None
+        measure, matched = None, {}
+        if eccv:
+            from fnpipe.train.evaluation.coco import coco_queries
+            from fnpipe.train.evaluation.eccv import read_coco_test
 
-        test = read_coco_test()
-        queries, matched["captions_by"] = coco_queries(opened, test, coco_captions)
-        measure = test.figures
-    else:
-        queries = read_queries(opened, on)
-    if run is None:
-        from fnpipe.pipeline.workspace.embeddings import Embeddings
-        from fnpipe.train.evaluation.retrieval import evaluate_embeddings
+            test = read_coco_test()
+            queries, matched["captions_by"] = coco_queries(opened, test, coco_captions)
+            measure = test.figures
+        else:
+            queries = read_queries(opened, on)
+        if run is None:
+            from fnpipe.pipeline.workspace.embeddings import Embeddings
+            from fnpipe.train.evaluation.retrieval import evaluate_embeddings
 
-        found = evaluate_embeddings(Embeddings.open(opened, embeddings), queries, known, measure=measure)
-    else:
-        from fnpipe.train.methods import evaluate_run
+            found = evaluate_embeddings(Embeddings.open(opened, embeddings), queries, known, measure=measure)
+        else:
+            from fnpipe.train.methods import evaluate_run
 
-        found = evaluate_run(
-            opened,
-            run,
-            queries,
-            known,
-            embeddings=embeddings,
-            checkpoint=checkpoint or "best-or-last",
-            top_k=top_k,
-            device=device,
-            measure=measure,
-        )
+            found = evaluate_run(
+                opened,
+                run,
+                queries,
+                known,
+                embeddings=embeddings,
+                checkpoint=checkpoint or "best-or-last",
+                top_k=top_k,
+                device=device,
+                measure=measure,
+            )
     summary = {"run": run, "embeddings": embeddings, "default_split": on is None and not eccv, **matched, **found}
     if run is not None:
         from fnpipe.train.runs.directory import keep_evaluation

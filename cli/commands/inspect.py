@@ -45,18 +45,19 @@ def inspect_command(
     from fnpipe.mining.views.accuracy import stage_against_truth
     from fnpipe.mining.views.gallery import write_gallery
     from fnpipe.mining.views.inspection import InspectConfig, inspect_edges
-    from fnpipe.pipeline.workspace.workspace import Workspace
+    from fnpipe.pipeline.workspace.workspace import Workspace, reading
 
     opened = Workspace.open(workspace)
     config = InspectConfig(label=label, source=source, limit=limit, tau_low=tau_low, tau_high=tau_high)
     stage = opened.resolve("edges", edges, "--edges")
-    known = Truth.read(truth, opened) if truth is not None else None
-    thresholds, notes = config.thresholds(stage), EdgesInfo.read(stage).notes
-    view = inspect_edges(stage, config, known)
-    accuracy = stage_against_truth(stage, known, thresholds) if known is not None else None
-    page = None
-    if html is not None:
-        page = write_gallery(opened, stage, html, known, label=label, source=source, thresholds=thresholds)
+    with reading(opened, {stage.name: stage.digest}, "fnpipe inspect"):
+        known = Truth.read(truth, opened) if truth is not None else None
+        thresholds, notes = config.thresholds(stage), EdgesInfo.read(stage).notes
+        view = inspect_edges(stage, config, known)
+        accuracy = stage_against_truth(stage, known, thresholds) if known is not None else None
+        page = None
+        if html is not None:
+            page = write_gallery(opened, stage, html, known, label=label, source=source, thresholds=thresholds)
     summary = {
         "edges": stage.name.partition("/")[2],
         "labels": view.labels,

@@ -69,6 +69,12 @@ class MineInputs:
             "graph": {str(self.config.graph): self.graph.stage.digest} if self.graph else None,
         }
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """The digests of the stages that it reads, by name."""
+        stages = [self.embeddings.stage, *self.plans, *([self.graph.stage] if self.graph else [])]
+        return {stage.name: stage.digest for stage in stages}
+
     def judge(self, con_d: AnyDiscriminator) -> Judge:
         config = self.config
         return Judge(

@@ -31,7 +31,7 @@ from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.machine.progress import Advance, progress
 from fnpipe.pipeline.machine.ray_pool import RayPool
 from fnpipe.pipeline.machine.threads import torch_threads
-from fnpipe.pipeline.workspace.workspace import Stage, Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace, reading
 
 __all__ = ["MineConfig", "MineSummary", "ShardJudge", "mine_connections", "summarise"]
 
@@ -78,7 +78,7 @@ def mine_connections(
     inputs = MineInputs.open(workspace, config)
     params = {**inputs.description, **_params(config, con_d)}
     threads = config.threads or torch.get_num_threads()
-    with stage.alone():
+    with stage.alone(), reading(workspace, inputs.digests, stage.command):
         if stage.begin(params, {"pairs": workspace.digest}, overwrite=config.overwrite):
             runs, judge = inputs.runs(stage.beside / _CANDIDATES), inputs.judge(con_d)
             with torch_threads(threads), _engine(inputs, judge, threads) as judge_all:

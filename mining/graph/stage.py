@@ -33,7 +33,7 @@ from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.machine.ray_pool import RayPool
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.record import read_object
-from fnpipe.pipeline.workspace.workspace import Stage, Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace, reading
 
 DIRECTIONS = ("i2t", "t2i")
 
@@ -83,7 +83,7 @@ def build_graph(workspace: Workspace, config: GraphConfig) -> GraphSummary:
         _require_memory(embeddings, train_pairs, options)
     params = {"k": config.k, "index": index, "recall_check": config.recall_check, "seed": config.seed}
     inputs = {"pairs": workspace.digest, embeddings.stage.name: embeddings.stage.digest}
-    with stage.alone():
+    with stage.alone(), reading(workspace, inputs, stage.command):
         if stage.begin(params, inputs, overwrite=config.overwrite):
             _search(stage, embeddings, train_pairs, config, options)
         if config.keep_index:

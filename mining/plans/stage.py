@@ -26,7 +26,7 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.machine.memory import total_memory
 from fnpipe.pipeline.workspace.embeddings import Embeddings
-from fnpipe.pipeline.workspace.workspace import Stage, Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace, reading
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
     inputs = {"pairs": workspace.digest, **{source.name: source.digest for source in stages}}
     if edges is not None:
         inputs[edges.name] = edges.digest
-    with stage.alone():
+    with stage.alone(), reading(workspace, inputs, stage.command):
         if stage.begin(params, inputs, overwrite=config.overwrite):
             left = [epoch for epoch in range(config.epochs) if not plan_path(stage, epoch).exists()]
             known = KnownMatches.of(edges, above) if edges is not None and left else None

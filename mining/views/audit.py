@@ -25,7 +25,7 @@ from fnpipe.mining.plans.config import ALL, GroupConfig
 from fnpipe.mining.plans.stage import plan_epoch
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Workspace, reading
 
 SearchSpace = int | Literal["all"]
 
@@ -126,10 +126,12 @@ def audit(
     every = {**(_truth_judges(workspace, truth) if truth else {}), **(judges or {})}
     spaces, skipped = _choose_spaces(workspace, config, embeddings.name, len(train_pairs.images))
     rows, recorded = [], np.empty(0, np.float32)
-    for space in (None, *spaces):
-        hardest = hardest_negatives(_plan(workspace, config, train_pairs, embeddings, space), embeddings)
-        recorded = hardest.recorded if space is None else recorded
-        rows.append(_row(hardest, space, config, every))
+    stages = [embeddings.stage, *([workspace.stage(f"graph/{embeddings.name}")] if ALL in spaces else [])]
+    with reading(workspace, {stage.name: stage.digest for stage in stages}, "fnpipe audit"):
+        for space in (None, *spaces):
+            hardest = hardest_negatives(_plan(workspace, config, train_pairs, embeddings, space), embeddings)
+            recorded = hardest.recorded if space is None else recorded
+            rows.append(_row(hardest, space, config, every))
     return Audit(
         embeddings=embeddings.name,
         batch_size=config.batch_size,

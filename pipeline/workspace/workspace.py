@@ -295,7 +295,7 @@ class Stage(RecordedDirectory):
 
 @contextmanager
 def reading(workspace: Workspace, inputs: Mapping[str, str], command: str) -> Iterator[None]:
-    """Hold stages against being changed while they are read; others may read them as well.
+    """Hold a workspace against being sharded anew, and stages against being changed; others may read them as well.
 
     Args:
         inputs: digests by name; what is no stage, such as ``pairs``, is passed over. command: what the reader is.
@@ -304,6 +304,9 @@ def reading(workspace: Workspace, inputs: Mapping[str, str], command: str) -> It
         InputError: one of them is being made, or is another by now.
     """
     with ExitStack() as held:
+        held.enter_context(lock.held(workspace.root / LOCK, command, workspace.root, shared=True))
+        if Workspace.open(workspace.root).digest != workspace.digest:
+            raise InputError(f"{workspace.root}: sharded anew while `{command}` began; run it again")
         for name, digest in inputs.items():
             if name.partition("/")[0] in MADE_BY and not name.startswith("runs/"):
                 stage = workspace.stage(name)

@@ -55,6 +55,7 @@ def audit_command(
     from fnpipe.mining.views.audit import AuditConfig, audit, discriminator_judge  # torch loads here
     from fnpipe.mining.views.audit_plot import check_plot_path, label, write_plot
     from fnpipe.train.judges.specs import embeddings_for, load_discriminator
+    from fnpipe.train.runs.directory import reading_runs
 
     tau_high = MineConfig.tau_high if tau_high is None else tau_high
     spaces = tuple(parse_search_space(space) for space in search_space) if search_space else None
@@ -65,7 +66,8 @@ def audit_command(
         config = replace(config, embeddings=embeddings)
     judges = {}
     if discriminator:
-        con_d = load_discriminator(discriminator, opened, MineConfig(embeddings=embeddings, tau_high=tau_high))
+        with reading_runs(opened, [discriminator], "fnpipe audit"):
+            con_d = load_discriminator(discriminator, opened, MineConfig(embeddings=embeddings, tau_high=tau_high))
         judges[discriminator] = discriminator_judge(opened, embeddings, con_d, tau_high)
     result = audit(opened, config, Truth.read(truth, opened) if truth else None, judges)
     if plot_path:

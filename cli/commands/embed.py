@@ -65,6 +65,7 @@ def embed_command(
     opened = Workspace.open(workspace)
     from fnpipe.pipeline.embed.on_ray import embed_on_ray
     from fnpipe.pipeline.embed.stage import embed  # torch loads here
+    from fnpipe.train.runs.directory import reading_runs
 
     config = EmbedConfig(name=own_name(model) if name is None else name, **given)
     if import_ is not None:
@@ -78,20 +79,17 @@ def embed_command(
         useless = {"--pretrained": pretrained, "--engine": engine if engine != "local" else None}
         useless |= {"--precision": precision if precision not in ("auto", "fp32") else None}
         _refuse(useless, f"--model {model} turns stored embeddings, in fp32 on this machine")
-        summary = _embed_adapted(opened, model, config, device)
+        with reading_runs(opened, [model], "fnpipe embed"):
+            summary = _embed_adapted(opened, model, config, device)
         emit(summary.as_json(), as_json, partial(_render, summary))
         return
     make_encoder = partial(load_encoder, _required(model), opened.root.absolute(), pretrained, device, precision)
-    if engine == "ray":
-        summary = embed_on_ray(
-            opened,
-            make_encoder,
-            config,
-            address=ray_address,
-            gpu=None if device == "auto" else device.startswith("cuda"),
-        )
-    else:
-        summary = embed(opened, make_encoder(), config)
+    with reading_runs(opened, [model], "fnpipe embed"):
+        if engine == "ray":
+            gpu = None if device == "auto" else device.startswith("cuda")
+            summary = embed_on_ray(opened, make_encoder, config, address=ray_address, gpu=gpu)
+        else:
+            summary = embed(opened, make_encoder(), config)
     emit(summary.as_json(), as_json, partial(_render, summary))
 
 

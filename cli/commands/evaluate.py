@@ -63,9 +63,13 @@ def evaluate_command(
     opened = Workspace.open(workspace)
     from fnpipe.mining.data.truth import Truth
     from fnpipe.train.evaluation.queries import read_queries  # torch loads here
+    from fnpipe.train.runs.directory import keep_evaluation, reading_runs
 
     read = [] if embeddings is None else [opened.stage(f"embeddings/{embeddings}")]
-    with reading(opened, {stage.name: stage.digest for stage in read if stage.meta()}, "fnpipe evaluate"):
+    with (
+        reading(opened, {stage.name: stage.digest for stage in read if stage.meta()}, "fnpipe evaluate"),
+        reading_runs(opened, [f"run:{run}"] if run else [], "fnpipe evaluate"),
+    ):
         known = Truth.read(truth, opened) if truth is not None else None
         measure, matched = None, {}
         if eccv:
@@ -96,11 +100,9 @@ def evaluate_command(
                 device=device,
                 measure=measure,
             )
-    summary = {"run": run, "embeddings": embeddings, "default_split": on is None and not eccv, **matched, **found}
-    if run is not None:
-        from fnpipe.train.runs.directory import keep_evaluation
-
-        keep_evaluation(opened, run, "eccv" if eccv else found["on"], summary)
+        summary = {"run": run, "embeddings": embeddings, "default_split": on is None and not eccv, **matched, **found}
+        if run is not None:
+            keep_evaluation(opened, run, "eccv" if eccv else found["on"], summary)
     emit(summary, json_, lambda: _print_eccv(summary) if eccv else _print_figures(summary))
 
 

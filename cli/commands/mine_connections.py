@@ -73,15 +73,17 @@ def mine_connections_command(
     opened = Workspace.open(workspace)
     from fnpipe.mining.connections.forecast import plan_mining
     from fnpipe.mining.connections.stage import mine_connections  # torch loads here
+    from fnpipe.train.runs.directory import reading_runs
 
     config = MineConfig(**{**given, **thresholds})
     config = replace(config, embeddings=embeddings_for(discriminator, opened, config.embeddings))
-    con_d = load_discriminator(discriminator, opened, config, calibrate_on, device, precision)
-    if plan:
-        planned = plan_mining(opened, config, con_d)
-        emit(_finite(asdict(planned)), as_json, partial(_render_plan, planned))
-        return
-    summary = mine_connections(opened, config, con_d, kind=kind)
+    with reading_runs(opened, [discriminator], "fnpipe mine-connections"):
+        con_d = load_discriminator(discriminator, opened, config, calibrate_on, device, precision)
+        if plan:
+            planned = plan_mining(opened, config, con_d)
+            emit(_finite(asdict(planned)), as_json, partial(_render_plan, planned))
+            return
+        summary = mine_connections(opened, config, con_d, kind=kind)
     too_sure = kind if kind in UNCALIBRATED and calibrate_on is None and positive_share is None else None
     emit(asdict(summary), as_json, partial(_render_summary, workspace, summary, too_sure))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -222,6 +222,12 @@ class Stage(RecordedDirectory):
         ):
             yield
 
+    def start(self, record: Mapping[str, Any], *, overwrite: bool) -> None:
+        """As `RecordedDirectory.start`; a run that is being read is not overwritten."""
+        read = reading_run(self.path, self.command) if overwrite and self.kind == "runs" else nullcontext()
+        with read:
+            super().start(record, overwrite=overwrite)
+
     def require(self) -> dict[str, Any]:
         """``meta.json`` of a stage that is finished and whose inputs are still those it was made from.
 
@@ -291,6 +297,11 @@ class Stage(RecordedDirectory):
             scores = ["recorded.parquet"] if (self.path / "recorded.parquet").is_file() else []
             return [*(f"part-{shard:05d}.parquet" for shard in shards), *scores]
         return []
+
+
+def reading_run(path: Path, command: str, *, shared: bool = False) -> AbstractContextManager[None]:
+    """Hold a run against being overwritten while it is read: by a lock of its own, for it may be in training."""
+    return lock.held(path.with_name(f".{path.name}.read.lock"), command, path, shared=shared)
 
 
 @contextmanager

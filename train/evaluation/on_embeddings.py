@@ -10,7 +10,7 @@ import torch
 from fnpipe.mining.data.truth import Truth
 from fnpipe.pipeline.machine.device import pick_device
 from fnpipe.pipeline.workspace.embeddings import Embeddings
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Workspace, reading
 from fnpipe.train.evaluation.metrics import BLOCK_ELEMENTS, Scores, cosine_scores, distinct_rows
 from fnpipe.train.evaluation.queries import Queries, usable_queries
 from fnpipe.train.evaluation.retrieval import Measure, by_retrieval, counts_of
@@ -68,11 +68,9 @@ def evaluate_frozen_run(
     model = load_frozen_run(workspace, run, checkpoint=checkpoint)
     opened = fitting_embeddings(workspace, model, run, embeddings)
     net = model.net.to(pick_device(device))
-    return {
-        "method": model.method,
-        "frozen_embeddings": opened.name,
-        **evaluate_frozen(net, opened, queries, truth, measure=measure),
-    }
+    with reading(workspace, {opened.stage.name: opened.stage.digest}, "fnpipe evaluate"):
+        figures = evaluate_frozen(net, opened, queries, truth, measure=measure)
+    return {"method": model.method, "frozen_embeddings": opened.name, **figures}
 
 
 def frozen_scores(net: VacsrNet | AdapterNet, images: np.ndarray, texts: np.ndarray) -> tuple[Scores, Scores]:

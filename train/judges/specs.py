@@ -11,13 +11,8 @@ if TYPE_CHECKING:
     from fnpipe.mining.connections.config import MineConfig
     from fnpipe.mining.discriminators.protocol import AnyDiscriminator
     from fnpipe.mining.discriminators.similarity import LogisticFit, Similarity
-    from fnpipe.pipeline.workspace.workspace import Workspace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from fnpipe.pipeline.embed.encoder import Encoder
     from fnpipe.pipeline.workspace.workspace import Workspace
-
 
 # Their p is far too sure of candidates, unless it was fitted.
 UNCALIBRATED = ("clip", "vacsr")
@@ -83,11 +78,13 @@ def _calibration(workspace: Workspace, config: MineConfig, calibrate_on: str, si
     from fnpipe.mining.data.truth import Truth
     from fnpipe.mining.discriminators.similarity import FIT_SAMPLE, fit_on_edges, fit_on_truth
     from fnpipe.pipeline.workspace.embeddings import Embeddings
+    from fnpipe.pipeline.workspace.workspace import reading
 
     opened = Embeddings.open(workspace, config.embeddings)
     if calibrate_on in workspace.names("edges"):
         judged = workspace.resolve("edges", calibrate_on, "--calibrate-on")
-        return fit_on_edges(opened, judged, similarity=similarity)
+        with reading(workspace, {judged.name: judged.digest}, "fnpipe mine-connections"):
+            return fit_on_edges(opened, judged, similarity=similarity)
     if not Path(calibrate_on).is_file():
         known = ", ".join(workspace.names("edges")) or "no edges"
         raise InputError(f"--calibrate-on {calibrate_on}: neither a truth file nor edges of {workspace.root} ({known})")

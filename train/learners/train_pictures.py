@@ -37,7 +37,7 @@ from fnpipe.train.loop.session import (
     stop_signals,
 )
 from fnpipe.train.model.load import model_file, starting_model
-from fnpipe.train.runs.directory import run_directory
+from fnpipe.train.runs.directory import reading_runs, run_directory
 
 
 def train(
@@ -74,7 +74,8 @@ def train(
         config = make_config(asked)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        with deterministic(group.device):
+        read = [config.init, config.agreement] if group.first else []
+        with deterministic(group.device), reading_runs(workspace, read, "fnpipe train"):
             training = _prepare(workspace, config, asked, before, directory, group, overwrite)
             training.report, training.after_step = report, after_step
             if con_d is None and config.agreement is not None:

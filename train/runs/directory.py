@@ -11,7 +11,8 @@ checkpoints/epoch-004.safetensors             on request
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.digests import content_digests
 from fnpipe.pipeline.workspace.record import RUN_CONFIG, read_object
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Workspace, reading_run
 
 CONFIG = RUN_CONFIG
 METRICS = "metrics.jsonl"
@@ -109,6 +110,26 @@ def run_path(workspace: Workspace, name: str) -> Path:
         return find_run(workspace, name)
     read_run_config(Path(name))
     return Path(name)
+
+
+@contextmanager
+def reading_runs(workspace: Workspace, models: Iterable[str | None], command: str) -> Iterator[None]:
+    """Hold the runs among ``models`` against --overwrite while they are read; they may be in training.
+
+    Args:
+        models: such as ``run:NAME``, ``itm:NAME`` or ``vacsr:PATH``; what names no run is passed over.
+
+    Raises:
+        InputError: one of them is being overwritten.
+    """
+    with ExitStack() as held:
+        for model in models:
+            kind, _, name = (model or "").partition(":")
+            if kind in ("run", "itm", "vacsr") and name:
+                path = Path(name) if "/" in name else workspace.root / "runs" / name
+                if (path / CONFIG).is_file():
+                    held.enter_context(reading_run(path, command, shared=True))
+        yield
 
 
 def method_of_run(directory: Path) -> str:

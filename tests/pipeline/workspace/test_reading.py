@@ -12,6 +12,7 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import lock
 from fnpipe.pipeline.shard.resume import alone
 from fnpipe.pipeline.workspace.workspace import Workspace, reading
+from fnpipe.train.runs.directory import reading_runs
 
 READERS = {
     "build-graph": (["build-graph", "ROOT", "--k", "2", "--overwrite"], "embeddings"),
@@ -63,3 +64,17 @@ def test_a_workspace_that_was_sharded_anew_before_it_was_held_is_refused(workspa
         reading(workspace, {}, "fnpipe inspect"),
     ):
         pass
+
+
+@pytest.mark.parametrize("kind", ["run", "itm", "vacsr"])
+def test_a_run_that_is_read_may_be_trained_but_not_overwritten(workspace: Workspace, kind: str):
+    stage = workspace.stage("runs/r")
+    stage.start({"params": {}, "inputs": {}}, overwrite=False)
+    for model in (f"{kind}:r", f"{kind}:{stage.path}"):
+        with stage.alone(), reading_runs(workspace, [model, None, "demo", "run:never"], "fnpipe evaluate"):
+            with reading_runs(workspace, [model], "fnpipe embed"):
+                pass
+            with pytest.raises(InputError, match=r"runs/r: `fnpipe e.*` .* is at work here"):
+                stage.start({"params": {}, "inputs": {}}, overwrite=True)
+    stage.start({"params": {}, "inputs": {}}, overwrite=True)
+    assert [path.name for path in stage.path.parent.iterdir()] == ["r"]

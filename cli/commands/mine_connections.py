@@ -132,6 +132,7 @@ def _render_plan(plan: Forecast) -> None:
     print(
         f"{plan.unique_combinations:,} unique combinations of {plan.images:,} images: "
         f"{plan.judgements:,} to judge, {plan.identity:,} true by identity"
+        + (f", {plan.known:,} known" if plan.known else "")
     )
     print(f"{plan.trust_sample:,} recorded and random pairs to judge beside them, to say whether p can be trusted")
     if plan.judgements:
@@ -146,10 +147,11 @@ def _duration(seconds: float) -> str:
 
 def _render_summary(workspace: str, summary: MineSummary, too_sure: str | None = None) -> None:
     labels = summary.labels
+    taken_over = f" ({summary.known:,} of them taken over)" if summary.known else ""
     print(
         f"edges/{shown(summary.edges)}: {summary.unique_combinations:,} unique combinations = "
-        f"{summary.judgements:,} judged + {summary.identity:,} by identity + {summary.undecodable:,} whose picture "
-        "does not decode"
+        f"{summary.judgements:,} judged{taken_over} + {summary.identity:,} by identity + {summary.undecodable:,} whose "
+        "picture does not decode"
     )
     print(
         f"{labels['positive']:,} positive ({summary.positives['discriminator']:,} found by the discriminator), "

@@ -190,6 +190,16 @@ class PlanProposer:
                 keys = combination_keys(image, pair, len(self.image_of))
                 yield Proposals.by(direction, keys, rank[allowed] + _GRAPH_OFFSET)
 
+    def propose_edges(self, parts: Iterable[pa.Table], from_graph: bool) -> Iterator[Proposals]:
+        """What other edges hold, so far as it may be proposed here: tables of image_id, pair_id and the two ranks."""
+        for part in parts:
+            image, pair = part["image_id"].to_numpy(), part["pair_id"].to_numpy()
+            ranks = np.stack([part[name].fill_null(NOT_PROPOSED).to_numpy() for name in ("rank_i2t", "rank_t2i")])
+            if from_graph:
+                ranks = np.where(ranks == NOT_PROPOSED, ranks, ranks + _GRAPH_OFFSET).astype(np.int16)
+            kept = self.usable[pair] & self.usable_images[image]
+            yield Proposals(combination_keys(image, pair, len(self.image_of))[kept], *ranks[:, kept])
+
 
 Source = tuple[str, Iterable[Proposals]]
 

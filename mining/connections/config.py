@@ -20,6 +20,7 @@ class MineConfig:
     Attributes:
         groups: the plans that propose; empty for the only one there is.
         candidates: per anchor, direction and planned batch. graph: per anchor and direction, from the graph.
+        known: edges of the same discriminator, whose verdicts are taken over and whose combinations are kept.
         positive_share: label this share of the judged, the most probable, as positive and the rest as negative,
             whatever the thresholds; for discriminators whose p is no probability.
         identity: the same picture and caption as a recorded pair are positive without being judged; else judged too.
@@ -34,6 +35,9 @@ class MineConfig:
     candidates: int = flag(8, "Per anchor, direction and planned batch: so many of the most similar others.")
     groups: tuple[str, ...] = flag((), "Plans that propose; repeat for several. Default: the only one.")
     graph: int = flag(0, "Also the K nearest neighbours in the graph.", metavar="K")
+    known: str | None = flag(
+        None, "Take the verdicts of these edges over, and judge only what is new.", metavar="EDGES"
+    )
     embeddings: str | None = flag(None, "Which embeddings; default: vacsr's own, else the only ones.")
     tau_low: float = TAU_LOW
     tau_high: float = TAU_HIGH

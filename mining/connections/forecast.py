@@ -26,7 +26,8 @@ class Forecast:
     """What a pass would judge, and how long it would take; nothing was judged but a short probe.
 
     Attributes:
-        unique_combinations: candidates: ``judgements`` and what is true by ``identity``.
+        unique_combinations: candidates: ``judgements``, what is true by ``identity`` and what is ``known`` from other
+            edges.
         trust_sample: recorded and random pairs that are judged beside the candidates, to say whether the discriminator
             can be trusted.
         new_per_source: combinations that a planned epoch (or the graph) is the first to propose.
@@ -36,6 +37,7 @@ class Forecast:
     unique_combinations: int
     judgements: int
     identity: int
+    known: int
     trust_sample: int
     images: int
     new_per_source: Mapping[str, int]
@@ -48,21 +50,24 @@ def plan_mining(workspace: Workspace, config: MineConfig, con_d: AnyDiscriminato
     inputs = MineInputs.open(workspace, config)
     with temporary_runs(inputs) as runs:
         judge = inputs.judge(con_d)
-        judgements = identity = images = 0
+        judgements = identity = known = images = 0
         rate = float("inf")
         for shard in range(workspace.n_shards):
             found = of_shard(runs, workspace, shard)
-            judged = found.take(~judge.identity.matches(found.image_ids, found.pair_ids))
-            judgements, identity = judgements + len(judged), identity + len(found) - len(judged)
+            same, p, _ = judge.settled(shard, found)
+            judged = found.take(np.isnan(p))
+            judgements, identity = judgements + len(judged), identity + int(same.sum())
+            known += len(found) - len(judged) - int(same.sum())
             images += len(np.unique(found.image_ids))
             if len(judged) and rate == float("inf"):
                 with torch_threads(config.threads or torch.get_num_threads()):
                     rate = _probe(judge, shard, judged)
         sample = len(draw_sample(judge)[0])
         return Forecast(
-            unique_combinations=judgements + identity,
+            unique_combinations=judgements + identity + known,
             judgements=judgements,
             identity=identity,
+            known=known,
             trust_sample=sample,
             images=images,
             new_per_source=count_new(runs, workspace),

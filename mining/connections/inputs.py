@@ -21,6 +21,7 @@ from fnpipe.mining.connections.candidates import (
 )
 from fnpipe.mining.connections.config import MineConfig
 from fnpipe.mining.connections.judge import Judge
+from fnpipe.mining.connections.known import KnownEdges
 from fnpipe.mining.data.identity import IDENTITY_BOUND
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator
 from fnpipe.mining.graph.graph import Graph
@@ -33,16 +34,18 @@ from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 @dataclass(frozen=True)
 class MineInputs:
-    """What proposes, opened: the embeddings, the plans and, if asked for, the graph."""
+    """What proposes, opened: the embeddings, the plans and, if asked for, the graph and edges that are known."""
 
     workspace: Workspace
     config: MineConfig
     embeddings: Embeddings
     plans: tuple[Stage, ...]
     graph: Graph | None
+    known: KnownEdges | None
 
     @classmethod
     def open(cls, workspace: Workspace, config: MineConfig) -> MineInputs:
+        known = KnownEdges.open(workspace, config.known) if config.known is not None else None
         embeddings = Embeddings.open(workspace, config.embeddings)
         if config.candidates and config.graph and not config.groups and not workspace.names("groups"):
             raise InputError(
@@ -57,7 +60,7 @@ class MineInputs:
             raise InputError(
                 f"--graph {config.graph}: graph/{embeddings.name} has {width} neighbours; rebuild it with --k"
             )
-        return cls(workspace, config, embeddings, plans, graph)
+        return cls(workspace, config, embeddings, plans, graph, known)
 
     @property
     def description(self) -> dict[str, Any]:
@@ -67,6 +70,8 @@ class MineInputs:
             "embeddings": {self.embeddings.name: self.embeddings.stage.digest},
             "groups": {plan.name.partition("/")[2]: plan.digest for plan in self.plans},
             "graph": {str(self.config.graph): self.graph.stage.digest} if self.graph else None,
+            # Only where it is used: other edges are what they were before there was such an option.
+            **({"known": {self.config.known: self.known.stage.digest}} if self.known else {}),
         }
 
     @property
@@ -84,6 +89,7 @@ class MineInputs:
             block_images=config.block_images,
             workers=config.workers,
             identity_bound=IDENTITY_BOUND if config.identity else 0,
+            known=self.known,
         )
 
     def runs(self, directory: Path) -> CandidateRuns:
@@ -94,6 +100,8 @@ class MineInputs:
 
     def _sources(self) -> Iterator[Source]:
         proposer = PlanProposer(self.workspace, self.embeddings, self.config.candidates)
+        if self.known is not None:
+            yield self.known.stage.name, proposer.propose_edges(self.known.parts(), self.known.from_graph)
         with progress("candidates", sum(plan_epochs(plan) for plan in self.plans), "epochs") as advance:
             for plan in self.plans:
                 for epoch in range(plan_epochs(plan)):

@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from fnpipe.mining.connections.candidates import NOT_PROPOSED, Candidates
+from fnpipe.mining.connections.known import KnownEdges
 from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity
 from fnpipe.mining.data.keys import combination_keys
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator, Discriminator, EmbeddingDiscriminator
@@ -47,7 +48,11 @@ class _Pictures:
 
 
 class Judge:
-    """A discriminator with the workspace that it judges."""
+    """A discriminator with the workspace that it judges.
+
+    Raises:
+        InputError: ``known`` holds verdicts of another discriminator.
+    """
 
     def __init__(
         self,
@@ -58,12 +63,16 @@ class Judge:
         block_images: int,
         workers: int,
         identity_bound: int = IDENTITY_BOUND,
+        known: KnownEdges | None = None,
     ) -> None:
+        if known is not None:
+            known.require_judged_by(con_d)
         self.workspace = workspace
         self.embeddings = embeddings
         self.con_d = con_d
         self.block_images = block_images
         self.workers = workers
+        self.known = known
         by_pictures = () if isinstance(con_d, EmbeddingDiscriminator) else ("places",)
         # Candidates of one shard take captions from all of them.
         workspace.pairs.load("image_of", "train", "picture_codes", "caption_codes", "captions", *by_pictures)
@@ -75,19 +84,33 @@ class Judge:
 
         Returns:
             ``EDGES_SCHEMA``, sorted by image_id, then match_probability descending, then pair_id. Identical
-            combinations are positive with p = 1 and are not judged; those whose picture does not decode are left out.
+            combinations are positive with p = 1 and are not judged, nor are those with a known verdict; those whose
+            picture does not decode are left out.
         """
-        same = self.identity.matches(candidates.image_ids, candidates.pair_ids)
-        judged = candidates.take(~same)
+        same, p, uncertainty = self.settled(shard, candidates)
+        new = np.isnan(p)
+        judged = candidates.take(new)
         verdicts = self.verdicts(shard, judged.image_ids, judged.pair_ids, advance)
-        p = np.ones(len(candidates), np.float32)
-        p[~same] = verdicts.p
-        uncertainty = np.full(len(candidates), np.nan, np.float32)
+        p[new] = verdicts.p
         if verdicts.uncertainty is not None:
-            uncertainty[~same] = verdicts.uncertainty
+            uncertainty[new] = verdicts.uncertainty
         kept = np.ones(len(candidates), bool)
-        kept[~same] = verdicts.judged
+        kept[new] = verdicts.judged
         return self._table(shard, candidates.take(kept), p[kept], uncertainty[kept], same[kept], tau_low, tau_high)
+
+    def settled(self, shard: int, candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What of ``shard``'s candidates needs no judging.
+
+        Returns:
+            (n,) bool, what the identity rule calls true; (n,) float32 p: 1 there, the verdict that is known, or NaN;
+            (n,) float32, the uncertainty of that verdict, or NaN.
+        """
+        p, uncertainty = np.full((2, len(candidates)), np.nan, np.float32)
+        if self.known is not None:
+            p, uncertainty = self.known.find(shard, candidates)
+        same = self.identity.matches(candidates.image_ids, candidates.pair_ids)
+        p[same], uncertainty[same] = 1, np.nan
+        return same, p, uncertainty
 
     def recorded(self, shard: int, advance: Advance) -> pa.Table:
         """The discriminator's view of the recorded pairs of a shard: ``RECORDED_SCHEMA``, train split, by pair_id."""

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -27,6 +28,7 @@ from fnpipe.mining.edges.labels import share_threshold
 from fnpipe.mining.edges.reader import RECORDED, EdgesInfo, edge_parts, part_path, recorded_parts, recorded_path
 from fnpipe.mining.edges.relabel import finish_edges, judged_probabilities, relabel_parts
 from fnpipe.mining.edges.trust import Trust
+from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.machine.progress import Advance, progress
 from fnpipe.pipeline.machine.ray_pool import RayPool
@@ -43,6 +45,7 @@ class MineSummary:
     """What a finished pass left: ``unique_combinations = judgements + identity + undecodable``.
 
     Attributes:
+        known: of the judgements, those taken over from other edges.
         identity_bound: of the identity rule; 0: it was not applied. trust: None: not measured. notes: sentences.
         positives: by source. new_per_source: combinations that a planned epoch (or the graph) was the first to propose.
     """
@@ -51,6 +54,7 @@ class MineSummary:
     unique_combinations: int
     judgements: int
     identity: int
+    known: int
     undecodable: int
     labels: Mapping[str, int]
     positives: Mapping[str, int]
@@ -72,10 +76,15 @@ def mine_connections(
         kind: the discriminator's kind, which names the edges where ``config.name`` does not.
 
     Raises:
-        InputError: no plan or embeddings, or the edges were begun with other parameters.
+        InputError: no plan or embeddings, known edges of another discriminator, or the edges were begun with other
+            parameters.
     """
     stage = workspace.stage(f"edges/{config.name or kind}")
+    if config.known == stage.path.name:
+        raise InputError(f"--known {config.known}: the edges that are to be made; give them another --name")
     inputs = MineInputs.open(workspace, config)
+    if inputs.known is not None:
+        inputs.known.require_judged_by(con_d)
     params = {**inputs.description, **_params(config, con_d)}
     threads = config.threads or torch.get_num_threads()
     with stage.alone(), reading(workspace, inputs.digests, stage.command):
@@ -99,6 +108,7 @@ def mine_connections(
                 new_per_source=new,
                 identity_bound=judge.identity.bound,
                 identity_beyond=list(judge.identity.beyond),
+                **({"known": _count_known(runs, judge)} if inputs.known else {}),
             )
         if config.score_recorded and not recorded_parts(stage):
             stage.sweep()
@@ -113,7 +123,8 @@ def mine_connections(
 def summarise(stage: Stage) -> MineSummary:
     """The summary of finished edges, from what they say of themselves."""
     info = EdgesInfo.read(stage)
-    meta = {**stage.require(), "identity_bound": info.identity_bound, "notes": info.notes, "trust": info.trust}
+    told_of = {"identity_bound": info.identity_bound, "notes": info.notes, "trust": info.trust}
+    meta = {"known": 0, **stage.require(), **told_of}
     told = {field: meta[field] for field in MineSummary.__dataclass_fields__ if field not in ("edges", "path")}
     return MineSummary(edges=stage.name.partition("/")[2], path=str(stage.path), **told)
 
@@ -131,6 +142,15 @@ def _params(config: MineConfig, con_d: AnyDiscriminator) -> dict[str, Any]:
         "threads": (config.threads or torch.get_num_threads()) if threaded else None,
         "discriminator": dict(con_d.description),
     }
+
+
+def _count_known(runs: CandidateRuns, judge: Judge) -> int:
+    """How many verdicts were taken over."""
+    taken = 0
+    for shard in range(judge.workspace.n_shards):
+        same, p, _ = judge.settled(shard, of_shard(runs, judge.workspace, shard))
+        taken += int((~same & ~np.isnan(p)).sum())
+    return taken
 
 
 Task = tuple[int, Candidates]

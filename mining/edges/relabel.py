@@ -31,7 +31,7 @@ HISTOGRAM_BINS = 20
 # What no label changes.
 _CARRIED = ("unique_combinations", "undecodable", "new_per_source")
 # The same, which 0.1.0 did not record.
-_CARRIED_IF_THERE = ("identity_bound", "identity_beyond")
+_CARRIED_IF_THERE = ("identity_bound", "identity_beyond", "known")
 
 
 def relabel_parts(stage: Stage, tau_low: float, tau_high: float) -> None:

@@ -35,6 +35,12 @@ def audit_command(
     tau_high: Annotated[
         float | None, typer.Option("--tau-high", help="What it finds above this counts as true. Default: 0.8.")
     ] = None,
+    edges: Annotated[
+        str | None,
+        typer.Option(
+            "--edges", metavar="EDGES", help="Say what these know of the hardest negatives; of all plans there are too."
+        ),
+    ] = None,
     plot: Annotated[str | None, typer.Option("--plot", metavar="FILE", help="Write a plot: .png or .html.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed of everything drawn.")] = 0,
     as_json: JsonFlag = False,
@@ -53,13 +59,20 @@ def audit_command(
     from fnpipe.mining.data.truth import Truth
     from fnpipe.mining.plans.config import parse_search_space
     from fnpipe.mining.views.audit import AuditConfig, audit, discriminator_judge  # torch loads here
-    from fnpipe.mining.views.audit_plot import check_plot_path, label, write_plot
+    from fnpipe.mining.views.audit_plot import check_plot_path, table, write_plot
     from fnpipe.train.judges.specs import embeddings_for, load_discriminator
     from fnpipe.train.runs.directory import reading_runs
 
     tau_high = MineConfig.tau_high if tau_high is None else tau_high
     spaces = tuple(parse_search_space(space) for space in search_space) if search_space else None
-    config = AuditConfig(embeddings=embeddings, batch_size=batch_size, search_spaces=spaces, batches=batches, seed=seed)
+    config = AuditConfig(
+        embeddings=embeddings,
+        edges=edges,
+        batch_size=batch_size,
+        search_spaces=spaces,
+        batches=batches,
+        seed=seed,
+    )
     plot_path = check_plot_path(plot) if plot else None
     if discriminator:
         embeddings = embeddings_for(discriminator, opened, embeddings)
@@ -77,25 +90,20 @@ def audit_command(
         from rich.console import Console
         from rich.table import Table
 
-        named = list(result.rows[0].judged)
-        table = Table(
+        head, *lines = table(result)
+        printed = Table(
             title=f"similarity of hardest in-batch negatives, batches of {result.batch_size}",
             caption="harder: more similar to the anchor than its own partner",
             box=None,
         )
-        for column in ("batches", "anchors", "mean", "p5", "p50", "p95", "harder", *named):
-            table.add_column(column, justify="left" if column == "batches" else "right", no_wrap=True)
-        for row in result.rows:
-            shares = ["-" if value is None else f"{value:.2%}" for value in row.judged.values()]
-            quantiles = [f"{row.quantiles[q]:.3f}" for q in ("p5", "p50", "p95")]
-            name = label(row.sampling, row.search_space)
-            table.add_row(name, f"{row.hardest:,}", f"{row.mean:.3f}", *quantiles, f"{row.above_recorded:.2%}", *shares)
-        quantiles = [f"{result.recorded['quantiles'][q]:.3f}" for q in ("p5", "p50", "p95")]
-        table.add_row("recorded pairs", "", f"{result.recorded['mean']:.3f}", *quantiles)
+        for column in head:
+            printed.add_column(column, justify="left" if column == "batches" else "right", no_wrap=True)
+        for line in lines:
+            printed.add_row(*line)
         # A file or a pipe has no width; a terminal's own may be too narrow, and then the reader can widen it.
-        Console(width=None if sys.stdout.isatty() else 120, markup=False).print(table)
-        for space, why in result.skipped.items():
-            print(f"M = {space} left out: {why}")
+        Console(width=None if sys.stdout.isatty() else 170, markup=False).print(printed)
+        for what, why in result.skipped.items():
+            print(f"{what if what.startswith('groups/') else f'M = {what}'} left out: {why}")
         if plot_path:
             print(f"plot: {shown(plot_path)}")
 

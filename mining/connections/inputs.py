@@ -77,7 +77,8 @@ class MineInputs:
     @property
     def digests(self) -> dict[str, str]:
         """The digests of the stages that it reads, by name."""
-        stages = [self.embeddings.stage, *self.plans, *([self.graph.stage] if self.graph else [])]
+        others = [source.stage for source in (self.graph, self.known) if source is not None]
+        stages = [self.embeddings.stage, *self.plans, *others]
         return {stage.name: stage.digest for stage in stages}
 
     def judge(self, con_d: AnyDiscriminator) -> Judge:

@@ -8,7 +8,7 @@ by the similarities alone, and by whoever can judge a combination (known truth, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -22,10 +22,12 @@ from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator
 from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.plans.config import ALL, GroupConfig
+from fnpipe.mining.plans.plan import read_plan
 from fnpipe.mining.plans.stage import plan_epoch
+from fnpipe.mining.views.known_shares import Shares, shares_by_edges
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings
-from fnpipe.pipeline.workspace.workspace import Workspace, reading
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace, reading
 
 SearchSpace = int | Literal["all"]
 
@@ -45,9 +47,11 @@ class AuditConfig:
     """How ``fnpipe audit`` looks: one field per flag.
 
     ``search_spaces`` None stands for 5, 10, 20 and 50 batches and ``all``, as far as the data set and the graph allow.
+    With ``edges`` the finished plans of the workspace are looked at as well, and what the edges know is said of all.
     """
 
     embeddings: str | None = None
+    edges: str | None = None
     batch_size: int = GroupConfig.batch_size
     search_spaces: tuple[SearchSpace, ...] | None = None
     batches: int = 1000
@@ -85,6 +89,10 @@ class AuditRow:
         above_recorded: share of hardest negatives more similar to the anchor than its own partner is.
         judged: per judge, the share of the hardest negatives it knows that it calls true.
         histogram: counts over 200 equal bins from -1 to 1.
+        plan: the name of a plan of the workspace; None: batches that were filled to be looked at.
+        known: the shares of the hardest negatives that edges call positive, ambiguous and negative, and that are
+            unknown to them; None without edges.
+        forced: pairs of the plan that stand beside a known match; None where the plan avoids none.
     """
 
     sampling: str
@@ -96,6 +104,15 @@ class AuditRow:
     above_recorded: float
     judged: dict[str, float | None]
     histogram: list[int]
+    plan: str | None = None
+    known: dict[str, float] | None = None
+    forced: int | None = None
+
+    @property
+    def label(self) -> str:
+        """How people call it: the plan, or how batches were filled."""
+        filled = self.sampling if self.search_space is None else f"{self.sampling} M = {self.search_space}"
+        return self.plan or filled
 
 
 @dataclass(frozen=True)
@@ -119,19 +136,31 @@ def audit(
         truth: known truth, which adds the judges ``truth`` and ``identity``. judges: further ones, by name.
 
     Raises:
-        InputError: no embeddings; a search space asked for that is larger than the data, or ``all`` without a graph.
+        InputError: no embeddings or edges; a search space asked for that is larger than the data, or ``all`` without a
+            graph.
     """
     embeddings = Embeddings.open(workspace, config.embeddings)
     train_pairs = read_train_pairs(workspace, embeddings)
     every = {**(_truth_judges(workspace, truth) if truth else {}), **(judges or {})}
     spaces, skipped = _choose_spaces(workspace, config, embeddings.name, len(train_pairs.images))
     rows, recorded = [], np.empty(0, np.float32)
-    stages = [embeddings.stage, *([workspace.stage(f"graph/{embeddings.name}")] if ALL in spaces else [])]
+    edges = workspace.resolve("edges", config.edges, "--edges") if config.edges is not None else None
+    known = shares_by_edges(edges) if edges is not None else None
+    stages = [
+        embeddings.stage,
+        *([edges] if edges is not None else []),
+        *([workspace.stage(f"graph/{embeddings.name}")] if ALL in spaces else []),
+    ]
     with reading(workspace, {stage.name: stage.digest for stage in stages}, "fnpipe audit"):
         for space in (None, *spaces):
             hardest = hardest_negatives(_plan(workspace, config, train_pairs, embeddings, space), embeddings)
             recorded = hardest.recorded if space is None else recorded
-            rows.append(_row(hardest, space, config, every))
+            rows.append(_row(hardest, "random" if space is None else "grit", space, config.batch_size, every, known))
+    for name in workspace.names("groups") if known is not None else ():
+        if why := _why_not(workspace, name):
+            skipped[f"groups/{name}"] = why
+        else:
+            rows.append(_plan_row(workspace.stage(f"groups/{name}"), config.batches, embeddings, every, known))
     return Audit(
         embeddings=embeddings.name,
         batch_size=config.batch_size,
@@ -262,17 +291,46 @@ def hardest_in_batch(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray,
     return sim_i2t.argmax(axis=1), sim_i2t.argmax(axis=0), np.stack([sim_i2t.max(axis=1), sim_i2t.max(axis=0)])
 
 
-def _row(hardest: Hardest, space: SearchSpace | None, config: AuditConfig, judges: Mapping[str, Verdict]) -> AuditRow:
+def _why_not(workspace: Workspace, name: str) -> str | None:
+    """Why a plan of the workspace is not looked at: it is unfinished, or stale."""
+    try:
+        workspace.stage(f"groups/{name}").require()
+    except InputError as error:
+        return str(error)
+    return None
+
+
+def _plan_row(
+    stage: Stage, batches: int, embeddings: Embeddings, judges: Mapping[str, Verdict], known: Shares | None
+) -> AuditRow:
+    """The row of the first epoch of a plan of the workspace."""
+    meta = stage.require()
+    with reading(stage.workspace, {stage.name: stage.digest}, "fnpipe audit"):
+        hardest = hardest_negatives(_first_batches(read_plan(stage, 0), batches), embeddings)
+    made = meta["params"]
+    row = _row(hardest, made["sampling"], made["search_space"], stage.number("params", "batch_size"), judges, known)
+    return replace(row, plan=stage.name, forced=meta.get("steps", {}).get("forced"))
+
+
+def _row(
+    hardest: Hardest,
+    sampling: str,
+    space: SearchSpace | None,
+    batch_size: int,
+    judges: Mapping[str, Verdict],
+    known: Shares | None,
+) -> AuditRow:
     return AuditRow(
-        sampling="random" if space is None else "grit",
+        sampling=sampling,
         search_space=space,
-        batches=len(hardest.sims) // (2 * config.batch_size),
+        batches=len(hardest.sims) // (2 * batch_size),
         hardest=len(hardest.sims),
         mean=float(hardest.sims.mean()),
         quantiles=_quantiles(hardest.sims),
         above_recorded=float((hardest.sims > hardest.recorded).mean()),
         judged={name: _share(judge(hardest.image_ids, hardest.pair_ids)) for name, judge in judges.items()},
         histogram=_histogram(hardest.sims),
+        known=known(hardest.image_ids, hardest.pair_ids) if known else None,
     )
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import base64
 import html
 import io
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from fnpipe.mining.views.audit import Audit
+from fnpipe.mining.views.known_shares import UNKNOWN
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.destination import destination
@@ -38,7 +40,7 @@ def _png(audit: Audit) -> bytes:
     centres = np.linspace(-1, 1, len(audit.rows[0].histogram) + 1)
     centres = (centres[:-1] + centres[1:]) / 2
     curves = {"recorded pairs": audit.recorded["histogram"]}
-    curves |= {label(row.sampling, row.search_space): row.histogram for row in audit.rows}
+    curves |= {row.label: row.histogram for row in audit.rows}
     seen = np.zeros(len(centres), bool)
     for name, counts in curves.items():
         share = np.array(counts) / sum(counts)
@@ -54,26 +56,35 @@ def _png(audit: Audit) -> bytes:
     return buffer.getvalue()
 
 
-def label(sampling: str, search_space: int | str | None) -> str:
-    """How a row is called: ``random``, or ``grit`` with its search space."""
-    return sampling if search_space is None else f"{sampling} M = {search_space}"
+def table(audit: Audit) -> list[list[str]]:
+    """What a person reads of an audit: a line of headings, one for each row, and one for the recorded pairs."""
+    judges, known = list(audit.rows[0].judged), audit.rows[0].known
+    by_edges = [label if label == UNKNOWN else f"known {label}" for label in known] + ["forced"] if known else []
+    lines = [["batches", "anchors", "mean", "p5", "p50", "p95", "harder", *judges, *by_edges]]
+    for row in audit.rows:
+        shares = [row.above_recorded, *row.judged.values(), *(row.known or {}).values()]
+        cells = [row.label, f"{row.hardest:,}", *_spread(row.mean, row.quantiles)]
+        cells += ["-" if share is None else f"{share:.2%}" for share in shares]
+        forced = "-" if row.forced is None else f"{row.forced:,}"
+        lines.append([*cells, *([forced] if known else [])])
+    recorded = ["recorded pairs", "", *_spread(audit.recorded["mean"], audit.recorded["quantiles"])]
+    return [*lines, recorded + [""] * (len(lines[0]) - len(recorded))]
+
+
+def _spread(mean: float, quantiles: Mapping[str, float]) -> list[str]:
+    return [f"{value:.3f}" for value in (mean, *(quantiles[q] for q in ("p5", "p50", "p95")))]
 
 
 def _page(audit: Audit, png: bytes) -> str:
-    judges = list(audit.rows[0].judged)
-    head = "".join(f"<th>{html.escape(c)}</th>" for c in ("batches", "mean", "median", "above recorded", *judges))
     body = ""
-    for row in audit.rows:
-        shares = [row.above_recorded, *(row.judged[judge] for judge in judges)]
-        cells = [f"{row.mean:.3f}", f"{row.quantiles['p50']:.3f}"]
-        cells += ["" if share is None else f"{share:.2%}" for share in shares]
-        name = html.escape(label(row.sampling, row.search_space))
-        body += f"<tr><td>{name}</td>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>\n"
+    for number, line in enumerate(table(audit)):
+        tag = "td" if number else "th"
+        body += "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line) + "</tr>\n"
     picture = base64.b64encode(png).decode()
     return (
         '<!doctype html><meta charset="utf-8"><title>fnpipe audit</title>\n'
         "<style>body{font-family:sans-serif}td,th{padding:2px 12px;text-align:right}</style>\n"
         f"<h1>Hardest in-batch negatives: {html.escape(audit.embeddings)}</h1>\n"
         f'<img alt="distribution of similarities" src="data:image/png;base64,{picture}">\n'
-        f"<table><tr>{head}</tr>\n{body}</table>\n"
+        f"<table>{body}</table>\n"
     )

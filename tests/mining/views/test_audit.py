@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from conftest import MakeWorkspace, flat_colour
 from fnpipe.cli.main import run
 from fnpipe.mining.data.truth import Truth
+from fnpipe.mining.edges.reader import read_edges
 from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.mining.plans.config import GroupConfig
 from fnpipe.mining.plans.plan import read_plan
@@ -168,3 +169,59 @@ def test_the_command_prints_a_table_writes_a_plot_and_speaks_json(
 def test_a_threshold_without_a_discriminator_is_refused(concepts: Workspace, capsys):
     assert run(["audit", str(concepts.root), "--tau-high", "0.9"]) == 2
     assert "--tau-high 0.9 cuts a discriminator's p; name one with --discriminator" in capsys.readouterr().err
+
+
+def known_by_the_words(workspace: Workspace, plan: list[dict], edges: list[dict]) -> dict[str, float]:
+    """The labels of the most similar other pair of every image and every caption in its batch, looked up one by one."""
+    images, texts = (
+        kind.take(np.arange(60)) for kind in (Embeddings.open(workspace).images, Embeddings.open(workspace).texts)
+    )
+    label_of = {(edge["image_id"], edge["pair_id"]): edge["label"] for edge in edges}
+    captions = workspace.read_pairs(["caption"])["caption"].to_pylist()
+    found = []
+    for row in plan:
+        others = [o for o in plan if o["batch"] == row["batch"] and o["slot"] != row["slot"]]
+        by_image = max(others, key=lambda o: images[row["image_id"]] @ texts[o["pair_id"]])
+        by_text = max(others, key=lambda o: images[o["image_id"]] @ texts[row["pair_id"]])
+        found += [(row["image_id"], by_image["pair_id"]), (by_text["image_id"], row["pair_id"])]
+    # One caption per image: a caption found twice is one by the identity rule.
+    labels = [label_of.get(c) or ("positive" if captions[c[0]] == captions[c[1]] else "unknown") for c in found]
+    return {label: labels.count(label) / len(labels) for label in ("positive", "ambiguous", "negative", "unknown")}
+
+
+def test_edges_say_of_every_plan_how_much_of_its_hardest_is_known(make_workspace: MakeWorkspace, tmp_path, capsys):
+    rng = np.random.default_rng(1)
+    centres = rng.normal(size=(CONCEPTS, 24))
+    embeddings = [centres[np.arange(60) % CONCEPTS] + 0.6 * rng.normal(size=(60, 24)) for _ in range(2)]
+    workspace = make_workspace(60, texts=[f"card {i - (i % 30 == 13)}" for i in range(60)], embeddings=embeddings)
+    root = str(workspace.root)
+    for line in (
+        ["build-graph", root, "--k", "8"],
+        ["mine-connections", root, "--discriminator", "clip", "--candidates", "0", "--graph", "4", "--name", "near"],
+        ["relabel", root, "--edges", "near", "--positive-share", "0.3"],
+        ["group", root, "--batch-size", "6", "--search-space", "60", "--name", "plain", "--epochs", "2"],
+        ["group", root, "--batch-size", "6", "--search-space", "60", "--name", "apart", "--edges", "near"],
+        ["group", root, "--batch-size", "6", "--search-space", "60", "--name", "stale"],
+    ):
+        assert run(line) == 0
+    stale = workspace.stage("groups/stale")
+    stale.write_meta({**stale.require(), "inputs": {"pairs": "others"}})
+    capsys.readouterr()
+    page = tmp_path / "audit.html"
+    line = ["audit", root, "--batch-size", "6", "--search-space", "12", "--edges", "near", "--plot", str(page)]
+    assert run([*line, "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    rows = {row["plan"]: row for row in summary["rows"]}
+    assert list(summary["skipped"]) == ["groups/stale"]
+    edges = read_edges(workspace.stage("edges/near")).to_pylist()
+    for name in ("plain", "apart"):
+        plan = read_plan(workspace.stage(f"groups/{name}"), 0).to_pylist()
+        assert rows[f"groups/{name}"]["known"] == pytest.approx(known_by_the_words(workspace, plan, edges))
+    assert rows["groups/apart"]["known"]["positive"] < rows["groups/plain"]["known"]["positive"] / 2
+    assert rows["groups/plain"]["forced"] is None
+    assert rows["groups/apart"]["forced"] == workspace.stage("groups/apart").require()["steps"]["forced"]
+    assert all(sum(row["known"].values()) == pytest.approx(1) for row in summary["rows"])
+    assert run(line) == 0
+    for text in (capsys.readouterr().out, page.read_text()):
+        for words in ("known positive", "known negative", "unknown", "forced", "groups/apart"):
+            assert words in text

@@ -65,3 +65,10 @@ def emit(summary: Mapping[str, Any], as_json: bool, render: Callable[[], None]) 
         print(json.dumps(summary, ensure_ascii=False, default=str))
     else:
         render()
+
+
+def how_long(seconds: float) -> str:
+    """A time ahead, as people say it."""
+    if seconds < 120:
+        return f"{seconds:,.0f} seconds"
+    return f"{seconds / 60:,.0f} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"

@@ -17,11 +17,11 @@ from fnpipe.cli.commands.build_graph import build_graph_command
 from fnpipe.cli.commands.demo import demo_command
 from fnpipe.cli.commands.embed import embed_command
 from fnpipe.cli.commands.evaluate import evaluate_command
-from fnpipe.cli.commands.export import export_command
-from fnpipe.cli.commands.export_model import export_model_command
+from fnpipe.cli.commands.export import export_command, export_model_command
 from fnpipe.cli.commands.group import group_command
 from fnpipe.cli.commands.inspect import inspect_command
 from fnpipe.cli.commands.mine_connections import mine_connections_command, relabel_command
+from fnpipe.cli.commands.prepare import prepare_command
 from fnpipe.cli.commands.report import report_command
 from fnpipe.cli.commands.shard import shard_command
 from fnpipe.cli.commands.status import status_command
@@ -40,6 +40,7 @@ COMMANDS = (
     audit_command,
     mine_connections_command,
     relabel_command,
+    prepare_command,
     inspect_command,
     export_command,
     report_command,

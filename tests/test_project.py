@@ -32,7 +32,7 @@ FLOORS = (
     ("train.model", "train.data", "train.reports"),
     ("train.runs",),
     ("train.keys", "train.distributed"),
-    ("mining.views", "mining.exports"),
+    ("mining.views", "mining.exports", "mining.recipes"),
     ("mining.connections",),
     ("mining.plans", "mining.discriminators"),
     ("mining.graph", "mining.edges"),

@@ -1,9 +1,9 @@
-"""``fnpipe export``."""
+"""``fnpipe export`` and ``fnpipe export-model``."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -46,3 +46,34 @@ def export_command(
             print(shown(line, 4000))
 
     emit(asdict(summary), as_json, render)
+
+
+def export_model_command(
+    workspace: WorkspaceArgument,
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A new directory to write to.")],
+    run: Annotated[str, typer.Option(help="The run whose weights are written.")],
+    checkpoint: Annotated[str, typer.Option(help="best-or-last, best, last, or epoch-004.")] = "best-or-last",
+    json_: JsonFlag = False,
+) -> None:
+    """Write the two towers of a run for open_clip, which then gives the same embeddings.
+
+    Example: fnpipe export-model ws exported --run mafa
+    """
+    from fnpipe.pipeline.workspace.workspace import Workspace
+
+    opened = Workspace.open(workspace)
+    from fnpipe.train.model.export_open_clip import export_model  # torch loads here
+    from fnpipe.train.model.load import load_run
+    from fnpipe.train.runs.directory import find_run, reading_runs
+
+    with reading_runs(opened, [f"run:{run}"], "fnpipe export-model"):
+        exported = export_model(load_run(find_run(opened, run), checkpoint), directory)
+    summary = {"run": run, **asdict(exported)}
+    emit(summary, json_, lambda: _print_exported(summary))
+
+
+def _print_exported(summary: dict[str, Any]) -> None:
+    path = shown(summary["path"])
+    print(f"{path}: {summary['model']}; in open_clip its embeddings differ by {summary['difference']:.1g}")
+    first = f"import {summary['needs']}; " if summary["needs"] else ""
+    print(f"In Python: {first}import open_clip; open_clip.create_model_and_transforms('local-dir:{path}')")

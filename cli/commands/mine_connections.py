@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fnpipe.cli.app import EdgesOption, JsonFlag, WorkspaceArgument, emit
+from fnpipe.cli.app import EdgesOption, JsonFlag, WorkspaceArgument, emit, how_long
 from fnpipe.cli.options import After, Given, flags_of
 from fnpipe.mining.connections.config import MineConfig
 from fnpipe.pipeline.errors import InputError
@@ -136,13 +136,7 @@ def _render_plan(plan: Forecast) -> None:
     )
     print(f"{plan.trust_sample:,} recorded and random pairs to judge beside them, to say whether p can be trusted")
     if plan.judgements:
-        print(f"about {_duration(plan.seconds)} at {plan.combinations_per_second:,.0f} combinations/s on this machine")
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:,.0f} seconds"
-    return f"{seconds / 60:,.0f} minutes" if seconds < 7200 else f"{seconds / 3600:,.1f} hours"
+        print(f"about {how_long(plan.seconds)} at {plan.combinations_per_second:,.0f} combinations/s on this machine")
 
 
 def _render_summary(workspace: str, summary: MineSummary, too_sure: str | None = None) -> None:

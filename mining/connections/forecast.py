@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from fnpipe.mining.connections.candidates import Candidates
 from fnpipe.mining.connections.config import MineConfig
 from fnpipe.mining.connections.inputs import MineInputs, count_new, of_shard, temporary_runs
 from fnpipe.mining.connections.judge import Judge
@@ -19,6 +18,8 @@ from fnpipe.pipeline.machine.threads import torch_threads
 from fnpipe.pipeline.workspace.workspace import Workspace
 
 PROBE_SECONDS = 2.0
+# About as many as a pass judges.
+_CAPTIONS_A_PICTURE = 16
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def plan_mining(workspace: Workspace, config: MineConfig, con_d: AnyDiscriminato
             images += len(np.unique(found.image_ids))
             if len(judged) and rate == float("inf"):
                 with torch_threads(config.threads or torch.get_num_threads()):
-                    rate = _probe(judge, shard, judged)
+                    rate = _probe(judge, shard, judged.image_ids, judged.pair_ids)
         sample = len(draw_sample(judge)[0])
         return Forecast(
             unique_combinations=judgements + identity + known,
@@ -76,17 +77,24 @@ def plan_mining(workspace: Workspace, config: MineConfig, con_d: AnyDiscriminato
         )
 
 
-def _probe(judge: Judge, shard: int, candidates: Candidates) -> float:
-    """Combinations per second over the first images of a shard, as many as a few seconds take."""
-    starts = np.unique(candidates.image_ids, return_index=True)[1]
-    ends = np.append(starts[1:], len(candidates))
+def judging_rate(judge: Judge) -> float:
+    """Combinations per second, measured on random captions for pictures of the first shard."""
+    images = np.repeat(np.arange(min(judge.workspace.image_starts[1], judge.block_images)), _CAPTIONS_A_PICTURE)
+    pairs = np.random.default_rng(0).integers(0, judge.workspace.n_pairs, len(images))
+    return _probe(judge, 0, images, pairs)
+
+
+def _probe(judge: Judge, shard: int, image_ids: np.ndarray, pair_ids: np.ndarray) -> float:
+    """Combinations per second over the first of (n,) ascending images of a shard, as many as a few seconds take."""
+    starts = np.unique(image_ids, return_index=True)[1]
+    ends = np.append(starts[1:], len(image_ids))
     # The first call pays for warming up: caches, threads, kernels.
-    judge.verdicts(shard, candidates.image_ids[: ends[0]], candidates.pair_ids[: ends[0]], lambda _: None)
+    judge.verdicts(shard, image_ids[: ends[0]], pair_ids[: ends[0]], lambda _: None)
     images, rate = 4, 0.0
     while True:
         stop = int(ends[min(images, len(ends)) - 1])
         begun = time.perf_counter()
-        judge.verdicts(shard, candidates.image_ids[:stop], candidates.pair_ids[:stop], lambda _: None)
+        judge.verdicts(shard, image_ids[:stop], pair_ids[:stop], lambda _: None)
         seconds = time.perf_counter() - begun
         rate = stop / max(seconds, 1e-9)
         if seconds > PROBE_SECONDS / 4 or images >= len(ends):

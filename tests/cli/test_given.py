@@ -17,7 +17,7 @@ COMMANDS: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[
 # Values for the arguments, which stand before what is tried.
 ARGUMENTS = {"shard": ["a", "b"], "export": ["w", "d"], "export-model": ["w", "d"], "report": ["w"]}
 REQUIRED = {"mine-connections": ["--discriminator", "clip"], "export": ["--to", "hf"], "export-model": ["--run", "r"]}
-REQUIRED["evaluate"] = ["--run", "r"]
+REQUIRED |= {"evaluate": ["--run", "r"], "prepare": ["--discriminator", "clip"]}
 
 
 def flags(kind: type) -> list[tuple[str, str]]:

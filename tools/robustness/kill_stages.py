@@ -108,6 +108,14 @@ STAGES = {
     "relabel": StageRun(
         ("relabel", "ROOT/ws", "--edges", "itm", "--tau-high", "0.9", "--tau-low", "0.3"), ("mine-connections",)
     ),
+    "prepare": StageRun(
+        (
+            *("prepare", "ROOT/ws", "--recipe", "avoid", "--discriminator", "itm:demo", "--batch-size", "16"),
+            *("--search-space", "64", "--epochs", "2", "--name", "apart"),
+        ),
+        ("embed",),
+        other=("--seed", "9"),
+    ),
     "export-open_clip": StageRun((*_EXPORT, "open_clip", "ROOT/out"), ("mine-connections",), _HOLDS),
     "export-st": StageRun((*_EXPORT, "sentence-transformers", "ROOT/out"), ("mine-connections",), _HOLDS),
     "export-hf": StageRun((*_EXPORT, "hf", "ROOT/out"), ("mine-connections",), _HOLDS),
@@ -219,6 +227,7 @@ def import_all() -> None:
         *("pipeline.shard.stage", "pipeline.embed.stage", "pipeline.embed.load", "pipeline.embed.open_clip"),
         *("mining.graph.stage", "mining.plans.stage", "mining.plans.materialize", "mining.connections.stage"),
         *("mining.edges.relabel", "mining.exports.stage", "mining.views.audit", "mining.views.inspection"),
+        *("mining.recipes.prepare",),
         *("train.judges.specs", "train.judges.itm", "train.learners.train_pictures", "train.learners.embeddings"),
         *("train.methods", "train.model.export_open_clip", "train.status", "train.evaluation.retrieval"),
     ):

@@ -1,0 +1,118 @@
+"""Everything that training with mined connections wants, made by one command: graph, edges, plan, edges of the plan.
+
+Each step is a stage, which a killed run goes on with, and which a finished one leaves as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fnpipe.mining.connections.config import MineConfig
+from fnpipe.mining.connections.forecast import judging_rate, plan_mining
+from fnpipe.mining.connections.judge import Judge
+from fnpipe.mining.connections.stage import mine_connections
+from fnpipe.mining.data.train_pairs import read_train_pairs
+from fnpipe.mining.discriminators.protocol import AnyDiscriminator
+from fnpipe.mining.graph.config import GraphConfig
+from fnpipe.mining.graph.stage import build_graph
+from fnpipe.mining.plans.config import GroupConfig
+from fnpipe.mining.plans.stage import group
+from fnpipe.mining.recipes.config import NEAR, PrepareConfig, Step
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a step made: the stage, and the summary of its command."""
+
+    stage: str
+    summary: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What a step will do.
+
+    Attributes:
+        state: ``finished``, ``begun`` or ``to do``. judgements: of a discriminator; exact where all that proposes is
+            there, else ``at_most`` so many. seconds: of the judging, at the rate of a short probe.
+    """
+
+    stage: str
+    state: str
+    judgements: int
+    at_most: bool
+    seconds: float
+
+
+def prepare(workspace: Workspace, config: PrepareConfig, con_d: AnyDiscriminator) -> list[Made]:
+    """Run the steps of the recipe that are not finished.
+
+    Raises:
+        InputError: as the stages say; or a graph with fewer neighbours than are judged.
+    """
+    return [Made(stage.name, _run(workspace, step, con_d)) for stage, step in _stages(workspace, config)]
+
+
+def _run(workspace: Workspace, step: Step, con_d: AnyDiscriminator) -> dict[str, Any]:
+    if isinstance(step, GraphConfig):
+        return asdict(build_graph(workspace, step))
+    if isinstance(step, GroupConfig):
+        return asdict(group(workspace, step))
+    return asdict(mine_connections(workspace, step, con_d))
+
+
+def _stages(workspace: Workspace, config: PrepareConfig) -> list[tuple[Stage, Step]]:
+    """Each step with the stage that it fills."""
+    graph = f"graph/{Embeddings.open(workspace, config.embeddings).name}"
+    begun = (workspace.stage(graph).meta() or {}).get("params", {})
+    steps = config.steps(**{key: begun[key] for key in ("k", "index", "recall_check", "seed") if key in begun})
+    if any(isinstance(step, GraphConfig) and step.k < NEAR for step in steps):
+        raise InputError(
+            f"{workspace.root / graph}: {begun['k']} neighbours, and the recipe judges {NEAR}; run "
+            f"`fnpipe build-graph {workspace.root} --k {NEAR} --overwrite`"
+        )
+    names = [
+        graph
+        if isinstance(step, GraphConfig)
+        else f"{'edges' if isinstance(step, MineConfig) else 'groups'}/{step.name}"
+        for step in steps
+    ]
+    return list(zip(map(workspace.stage, names), steps, strict=True))
+
+
+def forecast(workspace: Workspace, config: PrepareConfig, con_d: AnyDiscriminator) -> list[Ahead]:
+    """What `prepare` would do; nothing is written, and nothing judged but a probe."""
+    embeddings = Embeddings.open(workspace, config.embeddings)
+    images = len(read_train_pairs(workspace, embeddings).images)
+    rate = float("inf")
+    ahead: list[Ahead] = []
+    for stage, step in _stages(workspace, config):
+        meta = None if config.overwrite and not isinstance(step, GraphConfig) else stage.meta()
+        state = "to do" if meta is None else "finished" if meta.get("complete") else "begun"
+        if state == "finished" or not isinstance(step, MineConfig):
+            ahead.append(Ahead(stage.name, state, 0, at_most=False, seconds=0.0))
+        elif all(earlier.state == "finished" for earlier in ahead):
+            planned = plan_mining(workspace, step, con_d)
+            ahead.append(Ahead(stage.name, state, planned.judgements, at_most=False, seconds=planned.seconds))
+        else:
+            if rate == float("inf"):
+                rate = _rate(workspace, embeddings, con_d)
+            most = _most(step, workspace, images, config.epochs)
+            ahead.append(Ahead(stage.name, state, most, at_most=True, seconds=most / rate))
+    return ahead
+
+
+def _most(step: MineConfig, workspace: Workspace, images: int, epochs: int) -> int:
+    """The most combinations that a pass can be proposed: by both directions, none of them by two."""
+    train = workspace.splits().get("train", 0)
+    return step.candidates * epochs * 2 * images + step.graph * (images + train)
+
+
+def _rate(workspace: Workspace, embeddings: Embeddings, con_d: AnyDiscriminator) -> float:
+    judge = Judge(workspace, embeddings, con_d, block_images=MineConfig.block_images, workers=MineConfig.workers)
+    return judging_rate(judge)

@@ -61,7 +61,7 @@ def test_what_an_extra_brings_is_not_imported_without_it():
         "pipeline.embed.on_ray",
         "mining.connections.stage",
         "mining.discriminators.blip",
-        "train.learners.train_pictures",
+        "train.methods",
         "train.evaluation.retrieval",
         "train.evaluation.eccv",
         "train.model.export_open_clip",

@@ -25,7 +25,8 @@ FLOORS = (
     ("cli.commands",),
     ("cli.app",),
     ("cli.options",),
-    ("train.methods", "train.status", "train.demo"),
+    ("train.demo",),
+    ("train.methods", "train.status"),
     ("train.learners",),
     ("train.loop", "train.falcon", "train.judges"),
     ("train.evaluation", "train.objectives"),
@@ -45,10 +46,7 @@ FLOORS = (
 )
 # What is still to be taken apart.
 CROWDED: tuple[str, ...] = ()
-LONG = (
-    "train.learners.embeddings",
-    "train.learners.pictures",
-)
+LONG: tuple[str, ...] = ()
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 Modules = dict[str, Path]

@@ -240,7 +240,7 @@ def _mine(workspace: Workspace, truth: Truth, config: DemoConfig) -> Done:
 def _train(workspace: Workspace, method: str, values: Mapping[str, Any]) -> Done:
     import numpy as np
 
-    from fnpipe.train.learners.train_pictures import train
+    from fnpipe.train.methods import train
     from fnpipe.train.runs.log import read_metrics
 
     # Nothing is chosen by the test split: the last weights are the run's result.

@@ -34,6 +34,32 @@ def option(default: Any, meaning: str, *, low: float | None = None, high: float 
     return dataclasses.field(default=default, metadata={"meaning": meaning, "low": low, "high": high})
 
 
+class SessionKeys:
+    """The keys that a run of every method has; a configuration has each at its own place, with its own default."""
+
+    method: str
+    seed: int
+    threads: int | None
+    device: str
+    ema_decay: float
+    evaluate_every: int
+    evaluate_on: str | None
+    evaluate_images: int
+    checkpoint_steps: int
+    keep_every: int
+    tensorboard: bool
+
+    @property
+    def evaluated_on(self) -> str | None:
+        """The split that is evaluated while the run goes; None: none is."""
+        return self.evaluate_on
+
+    @property
+    def models_read(self) -> Sequence[str | None]:
+        """Models, such as ``run:NAME``, that are read while the run goes."""
+        return ()
+
+
 # Names that keys take, known before torch is loaded: an architecture, and the methods that train a network on frozen
 # embeddings.
 TINY = "fnpipe-tiny"

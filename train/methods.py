@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fnpipe.mining.data.truth import Truth
+from fnpipe.mining.discriminators.protocol import Discriminator
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.evaluation.on_embeddings import evaluate_frozen_run
@@ -15,9 +17,10 @@ from fnpipe.train.evaluation.retrieval import TOP_K, Measure
 from fnpipe.train.evaluation.retrieval import evaluate_run as evaluate_model_run
 from fnpipe.train.keys import describe, given_values, meanings, typed
 from fnpipe.train.learners.embedding_keys import FROZEN_METHODS
-from fnpipe.train.learners.embeddings import train_frozen
+from fnpipe.train.learners.embeddings import open_embeddings
 from fnpipe.train.learners.keys import METHODS, TrainConfig, known_method
-from fnpipe.train.learners.train_pictures import train as train_model
+from fnpipe.train.learners.pictures import open_pictures
+from fnpipe.train.loop.session import see_through
 from fnpipe.train.model.frozen_files import is_frozen_run
 from fnpipe.train.runs.directory import CONFIG, read_run_config, run_directory, run_path
 
@@ -42,12 +45,28 @@ def read_values(
     return {key: typed(key, value, _config_of(method), _listed_by(method)) for key, value in given.items()}
 
 
-def train(workspace: Workspace, values: Mapping[str, Any], *, run: str, **options: Any) -> dict[str, Any]:
-    """Train by the loop of the method; see `loop.train` for the options, the summary and the errors."""
-    method = values.get("method") or _method_of(workspace, run)
+def train(
+    workspace: Workspace,
+    values: Mapping[str, Any],
+    *,
+    run: str,
+    overwrite: bool = False,
+    con_d: Discriminator | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Train by the method; see `fnpipe.train.loop.session.see_through` for the options, the summary and the errors.
+
+    Args:
+        values: checked by `read_values`; one that goes on may do without ``method``.
+        con_d: in the place of the discriminator that ``agreement`` names.
+    """
+    if "method" not in values and overwrite:
+        raise _no_method()
+    method = str(values.get("method") or _method_of(workspace, run))
+    options |= {"run": run, "overwrite": overwrite}
     if method in FROZEN_METHODS:
-        return train_frozen(workspace, values, run=run, **options)
-    return train_model(workspace, values, run=run, **options)
+        return see_through(workspace, values, FROZEN_METHODS[method], open_embeddings, **options)
+    return see_through(workspace, values, TrainConfig, partial(open_pictures, con_d=con_d), **options)
 
 
 def evaluate_run(
@@ -111,5 +130,9 @@ def _method_of(workspace: Workspace, run: str) -> str:
     """The method that a run was started with."""
     directory = run_directory(workspace, run)
     if not (directory / CONFIG).is_file():
-        raise InputError(f"no method; give --method {'|'.join(ALL_METHODS)}")
+        raise _no_method()
     return str(read_run_config(directory).get("asked", {}).get("method"))
+
+
+def _no_method() -> InputError:
+    return InputError(f"no method; give --method {'|'.join(ALL_METHODS)}")

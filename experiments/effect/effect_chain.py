@@ -52,7 +52,7 @@ from fnpipe.train.evaluation.queries import read_queries
 from fnpipe.train.evaluation.retrieval import evaluate_model
 from fnpipe.train.judges.encoder import load_encoder
 from fnpipe.train.judges.itm import load_discriminator
-from fnpipe.train.learners.train_pictures import train
+from fnpipe.train.methods import train
 from fnpipe.train.model.build import build_model, load_model, save_model
 from fnpipe.train.model.config import ModelConfig
 from fnpipe.train.model.load import load_run, model_file

@@ -29,7 +29,7 @@ from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.falcon.chain import Constant, construct, pair_similarities
 from fnpipe.train.judges.encoder import load_encoder
-from fnpipe.train.learners.train_pictures import train
+from fnpipe.train.methods import train
 from fnpipe.train.runs.log import read_metrics
 
 TRAIN, TEST, BATCH = 8192, 1000, 64

@@ -64,7 +64,7 @@ from fnpipe.train.evaluation.retrieval import evaluate_embeddings
 from fnpipe.train.judges.encoder import RunEncoder
 from fnpipe.train.judges.itm import load_discriminator
 from fnpipe.train.judges.vacsr import VacsrDiscriminator
-from fnpipe.train.learners.embeddings import train_frozen
+from fnpipe.train.methods import train
 from fnpipe.train.model.adapter import AdapterNet
 from fnpipe.train.model.build import build_model, load_model, save_model
 from fnpipe.train.model.config import ModelConfig
@@ -277,7 +277,7 @@ def trained_row(setting: Setting, name: str, seed: int, epochs: int | None) -> d
         **({} if epochs is None else {"epochs": epochs}),
     }
     start = time.process_time()
-    result = train_frozen(setting.workspace, values, run=run)
+    result = train(setting.workspace, values, run=run)
     seconds = time.process_time() - start
     model = load_frozen_run(setting.workspace, run)
     net = model.net

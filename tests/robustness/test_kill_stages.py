@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from conftest import ROOT, MakePairs
+from conftest import ROOT, MakePairs, MakeWorkspace
 from fnpipe.cli.main import run
-from fnpipe.pipeline.files import arrays, tables
-from fnpipe.train.loop import checkpoints
+from fnpipe.pipeline.files import arrays, atomic, tables
+from fnpipe.train.methods import train
 from fnpipe.train.runs.state import write_state
 
 SCRIPTS = ROOT / "tools" / "robustness"
@@ -115,12 +115,19 @@ def test_a_state_that_finds_no_room_says_so_in_the_system_s_words(tmp_path: Path
     assert [file.name for file in tmp_path.iterdir()] == ["last.state"]
 
 
-def test_weights_are_written_before_the_state_that_calls_them_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_weights_are_written_before_the_state_that_calls_them_done(
+    make_workspace: MakeWorkspace, monkeypatch: pytest.MonkeyPatch
+):
     # The other way about, a run killed between the two at its end would be finished with the weights of before.
     written: list[str] = []
-    monkeypatch.setattr(checkpoints, "save_weights", lambda directory, name, model: written.append(name))
-    monkeypatch.setattr(checkpoints, "write_state", lambda path, state: written.append(path.name))
-    model = torch.nn.Linear(2, 2)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    checkpoints.save_state(tmp_path, checkpoints.Position(), model, torch.optim.AdamW(model.parameters()), scaler, None)
-    assert written == ["last", "last.state"]
+    replacing = atomic.replacing
+
+    def noted(path: Path) -> Any:
+        written.append(path.name)
+        return replacing(path)
+
+    monkeypatch.setattr(atomic, "replacing", noted)
+    rows = np.eye(4), np.eye(4)
+    values = {"method": "adapter", "epochs": 1, "batch_size": 4, "tensorboard": False}
+    train(make_workspace(4, embeddings=rows), values, run="r")
+    assert [name for name in written if name.startswith("last")] == ["last.safetensors", "last.state"]

@@ -117,6 +117,17 @@ def batches_of_rank(n_batches: int, rank: int, world: int) -> range:
     return range(rank, n_batches // world * world, world)
 
 
+def batches_each(n_batches: int, world: int) -> int:
+    """How many batches of an epoch every one of ``world`` processes takes.
+
+    Raises:
+        InputError: none.
+    """
+    if n_batches < world:
+        raise InputError(f"{n_batches} batches an epoch are too few for {world} processes")
+    return n_batches // world
+
+
 def planned_batches(plan: Stage, batch_size: int | None) -> PlannedBatches:
     """The batches of a plan; a ``batch_size`` that was given must be the plan's."""
     source = PlannedBatches(plan)

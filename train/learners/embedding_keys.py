@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.sources.splits import split_to_choose_by
-from fnpipe.train.keys import ADAPTER, VACSR, check, option
+from fnpipe.train.keys import ADAPTER, VACSR, SessionKeys, check, option
 from fnpipe.train.model.adapter import AdapterNet
 from fnpipe.train.model.vacsr import HIDDEN, TILE, VacsrNet
 from fnpipe.train.objectives.vacsr import LossConfig
@@ -20,7 +20,7 @@ STEPS = 1536
 
 
 @dataclass(frozen=True, kw_only=True)
-class FrozenConfig(ABC):
+class FrozenConfig(SessionKeys, ABC):
     """What every method on frozen embeddings can be told."""
 
     method: str = option(MISSING, "vacsr or adapter.")
@@ -40,6 +40,9 @@ class FrozenConfig(ABC):
     drop_after: float = option(0.6, "the share of the steps after which it falls.", low=0.0, high=1.0)
     lr_drop: float = option(0.1, "to what share of it.", low=0.0, high=1.0)
     weight_decay: float = option(0.01, "AdamW's.", low=0.0)
+    ema_decay: float = option(
+        0.0, "keep an exponential mean of the weights, and evaluate and save that; 0: none.", low=0.0, high=1.0
+    )
     device: str = option("auto", "auto, cpu, cuda.")
     threads: int | None = option(None, "torch's; None: torch's own choice.", low=1)
     evaluate_every: int = option(0, "epochs between evaluations; 0: after the last one alone.", low=0)
@@ -50,6 +53,7 @@ class FrozenConfig(ABC):
     )
     evaluate_images: int = option(1000, "evaluate on so many images at most while training.", low=1)
     checkpoint_steps: int = option(1000, "write last so often, besides at the end of every epoch.", low=1)
+    keep_every: int = option(0, "keep the checkpoint of every N-th epoch; 0: only last and best.", low=0)
     tensorboard: bool = option(True, "write scalars for TensorBoard, where it is installed.")
 
     # What of every step is shown to people.

@@ -21,7 +21,9 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.digests import file_digest
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
-from fnpipe.train.data.pictures import Samples
+from fnpipe.train.data.augment import make_augment
+from fnpipe.train.data.batches import DecodingLoader, FittedLoader, Loader, Pixels
+from fnpipe.train.data.pictures import FittedPictures, Samples
 from fnpipe.train.data.plans import BatchSource, RandomBatches, WithoutPairs, check_batch_size, planned_batches
 from fnpipe.train.data.stream import MaterializedPictures
 from fnpipe.train.falcon.batches import FalconSource
@@ -29,6 +31,7 @@ from fnpipe.train.falcon.keys import FALCON, choose_search_space
 from fnpipe.train.keys import TINY
 from fnpipe.train.learners.keys import TrainConfig
 from fnpipe.train.model.load import SHIPPED
+from fnpipe.train.model.model import VLModel
 from fnpipe.train.model.tokenizer import CaptionTokenizer
 
 # More than any tokenizer puts around a caption.
@@ -117,6 +120,30 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         stream=stream,
         digests=digests,
     )
+
+
+def make_loader(config: TrainConfig, inputs: Inputs, model: VLModel) -> Loader:
+    """What makes the batches of a resolved config for a model."""
+    return Loader(
+        samples=inputs.samples,
+        pixels=_pixels(config, inputs, model),
+        tokenize=model.tokenizer,
+        edges=inputs.edges,
+        identity=inputs.identity,
+        workers=int(config.workers or 0),
+        stream=inputs.stream,
+    )
+
+
+def _pixels(config: TrainConfig, inputs: Inputs, model: VLModel) -> Pixels:
+    """Pictures at the input size, kept in memory where they fit, for mild augmentation; else from their full size."""
+    transform, flip = model.transform, bool(config.flip)
+    if config.augment in ("tiny", "none"):
+        budget = 0 if config.workers or inputs.stream else config.cache_mib << 20
+        pictures = FittedPictures(inputs.samples, transform, model.image_size, inputs.image_ids, budget)
+        return FittedLoader(pictures, config.seed, flip, plain=config.augment == "none")
+    augment = make_augment(config.augment, model.image_size, flip, transform)
+    return DecodingLoader(inputs.samples, model.image_size, augment, config.seed)
 
 
 def cut_captions(samples: Samples, pair_ids: np.ndarray, tokenizer: CaptionTokenizer) -> list[str]:

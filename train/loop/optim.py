@@ -1,4 +1,4 @@
-"""The schedule of the learning rate, and which parameters decay."""
+"""The schedule of the learning rate, which parameters decay, and blocks that are compiled."""
 
 from __future__ import annotations
 
@@ -22,3 +22,11 @@ def learning_rate(step: int, *, total: int, warmup: int, peak: float, min_ratio:
         return peak * (step + 1) / warmup
     done = min(1.0, (step - warmup) / max(1, total - warmup))
     return peak * (min_ratio + (1 - min_ratio) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def compile_blocks(model: nn.Module, backend: str = "inductor") -> None:
+    """Compile every transformer block where it stands, so that the names of the weights stay as they are."""
+    names = ("ResidualAttentionBlock", "Block", "FusionBlock")
+    for module in model.modules():
+        if type(module).__name__ in names:
+            module.compile(dynamic=True, backend=backend)

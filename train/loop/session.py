@@ -1,121 +1,295 @@
-"""``fnpipe train``: set a run up, or find where it stopped, and see it through."""
+"""A run from start to finish: its record, lock, log, checkpoints and evaluations, and how it stops and goes on.
+
+What one method does otherwise than another is its `Learner`.
+"""
 
 from __future__ import annotations
 
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace.workspace import Stage, Workspace
-from fnpipe.train.distributed import World
-from fnpipe.train.runs.directory import read_run_config
+from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.machine.progress import Advance, progress
+from fnpipe.pipeline.workspace.record import FORMAT_VERSION
+from fnpipe.pipeline.workspace.schemas import TEST
+from fnpipe.pipeline.workspace.workspace import Workspace, reading
+from fnpipe.train.distributed import World, is_first, processes
+from fnpipe.train.evaluation.queries import Queries, read_queries
+from fnpipe.train.keys import SessionKeys
+from fnpipe.train.loop.learner import Learner, NotFinite, NumberedBatch
+from fnpipe.train.loop.resume import asked_values, earlier_record, require_inputs
+from fnpipe.train.loop.signals import deterministic, stop_signals
+from fnpipe.train.runs.directory import CHECKPOINTS, CONFIG, METRICS, checkpoint_digests, reading_runs, run_directory
+from fnpipe.train.runs.log import Log, epoch_line, read_metrics
+from fnpipe.train.runs.plots import plot_losses, plot_quantiles
+from fnpipe.train.runs.state import STATE, restore, truncate, write_state
 
-# What a resumed run may change: where and how fast it runs, not what it computes.
-FREE_ON_RESUME = frozenset({"device", "threads", "workers", "cache_mib", "materialized", "tensorboard"})
-
-
-@contextmanager
-def _alone(workspace: Workspace, run: str, group: World) -> Iterator[None]:
-    """Hold the run against a second training in it; of all processes the one that writes does."""
-    with workspace.stage(f"runs/{run}").alone() if group.first else nullcontext():
-        yield
-
-
-def earlier_record(run: Stage) -> dict[str, Any] | None:
-    """``config.json`` of a run that was begun before; None where it was not.
-
-    Raises:
-        InputError: the run's files are there without it, or its inputs have changed since it was finished.
-    """
-    run.refuse_unrecorded(overwrite=False)
-    if not run.record.exists():
-        return None
-    record = read_run_config(run.path)
-    if record.get("complete"):
-        run.require_fresh(record["inputs"])
-    return record
-
-
-def asked_values(
-    directory: Path, before: Mapping[str, Any] | None, values: Mapping[str, Any], resume: bool
-) -> dict[str, Any]:
-    """The values of a new run, or those of the one that goes on.
-
-    Raises:
-        InputError: there is nothing to resume, or the values differ from those that the run was started with.
-    """
-    if before is None:
-        if resume:
-            raise InputError(f"{directory}: no run to resume; leave --resume out to start one")
-        return dict(values)
-    started = {key: value for key, value in before["asked"].items() if key not in values} if resume else {}
-    asked = {**started, **values}
-    for key in sorted({*asked, *before["asked"]} - FREE_ON_RESUME):
-        old, new = before["asked"].get(key), asked.get(key)
-        # A flag that says what would have been chosen anyway is no difference.
-        if old != new and not (new is not None and new == before["config"].get(key)):
-            raise InputError(
-                f"{directory}: started with {key} {'unset' if old is None else old}, "
-                f"now {'unset' if new is None else new}; use another --run, or --overwrite to start afresh"
-            )
-    # The values as they were written first, so that equal runs leave equal records.
-    return {**asked, **{k: v for k, v in before["asked"].items() if k not in FREE_ON_RESUME}}
-
-
-def require_inputs(directory: Path, before: Mapping[str, Any] | None, digests: Mapping[str, str]) -> None:
-    """Refuse to go on from other inputs than a run was started with."""
-    if before is not None and before["inputs"] != digests:
-        changed = sorted(k for k in {*before["inputs"], *digests} if before["inputs"].get(k) != digests.get(k))
-        raise InputError(f"{directory}: started from other {', '.join(changed)}; use another --run, or --overwrite")
-
-
-@contextmanager
-def deterministic(device: torch.device) -> Iterator[None]:
-    """On a CPU the same weights every time: without this, gradients of gathered rows are summed in any order."""
-    if device.type != "cpu":
-        yield
-        return
-    memory: Any = torch.utils.deterministic
-    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    # Clearing every new tensor guards against reading memory that nobody wrote; no operation here does.
-    memory.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        memory.fill_uninitialized_memory = before[1]
-
-
-@contextmanager
-def stop_signals(ask: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM and SIGINT ask; a second one ends the program at once."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-
-    def handle(number: int, frame: object) -> None:
-        signal.signal(number, before[signal.Signals(number)])
-        ask()
-
-    for number in before:
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
+K = TypeVar("K", bound=SessionKeys)
+OpenLearner = Callable[[Workspace, K, World], Learner[Any, Any]]
 Report = Callable[[str], None]
-
-
 # Called after every optimiser step with its number, counted from 1.
 AfterStep = Callable[[int], None]
+
+
+def see_through(
+    workspace: Workspace,
+    values: Mapping[str, Any],
+    make_config: Callable[..., K],
+    open_learner: OpenLearner[K],
+    *,
+    run: str,
+    resume: bool = False,
+    overwrite: bool = False,
+    report: Report = lambda line: None,
+    after_step: AfterStep = lambda step: None,
+) -> dict[str, Any]:
+    """Train, and leave ``runs/<run>/``; a run that was interrupted goes on, a finished one is left as it is.
+
+    Args:
+        values: of the method's config, typed. resume: those not given are as the run was started.
+        report: takes a human-readable line after every epoch.
+
+    Returns:
+        The summary that also stands in ``config.json`` as ``result``.
+
+    Raises:
+        InputError: a value, a file or a stage is at fault; or a loss is no number.
+        KeyboardInterrupt: the run was asked to stop (SIGTERM, SIGINT), and has saved its state.
+    """
+    directory, stage = run_directory(workspace, run), workspace.stage(f"runs/{run}")
+    # Of all processes the one that writes holds the run against a second training in it.
+    with stage.alone() if is_first() else nullcontext():
+        before = None if overwrite else earlier_record(stage)
+        asked = asked_values(directory, before, values, resume)
+        if before is not None and before.get("complete"):
+            result: dict[str, Any] = before["result"]
+            return result
+        # What a run was begun with stays; the rule by which this was chosen may be another one today.
+        begun = {} if before is None else {"evaluate_on": before["config"]["evaluate_on"]}
+        config = make_config(**{**asked, **begun})
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        with processes(config.device) as world, deterministic(world.device), ExitStack() as held:
+            if world.first:
+                held.enter_context(reading_runs(workspace, config.models_read, "fnpipe train"))
+            learner = open_learner(workspace, config, world)
+            queries = _check(workspace, learner, directory, before)
+            record = _record(learner, asked)
+            # Everything has been checked: only now may what is there be touched.
+            world.wait()
+            if world.first:
+                stage.start(record, overwrite=overwrite)
+                held.enter_context(reading(workspace, learner.digests, "fnpipe train"))
+            session = Session(learner, directory, record, queries, report, after_step)
+            with closing(session), stop_signals(session.ask_to_stop):
+                return session.run()
+
+
+def _check(
+    workspace: Workspace, learner: Learner[Any, Any], directory: Path, before: Mapping[str, Any] | None
+) -> Queries | None:
+    """Refuse what a run was not begun with; what is evaluated while it goes."""
+    require_inputs(directory, before, learner.digests)
+    world = learner.world.world
+    if before is not None and before["data"]["processes"] != world:
+        raise InputError(f"{directory}: started with {before['data']['processes']} processes, now {world}")
+    keys = learner.keys
+    if keys.evaluated_on is None:
+        return None
+    return read_queries(workspace, keys.evaluated_on, keys.evaluate_images, keys.seed)
+
+
+def _record(learner: Learner[Any, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """``config.json`` of a run that begins."""
+    return {
+        "format": FORMAT_VERSION,
+        "complete": False,
+        "config": dataclasses.asdict(learner.keys),  # type: ignore[call-overload]
+        "asked": dict(asked),
+        "inputs": dict(learner.digests),
+        **learner.about,
+        "torch": torch.__version__,
+        **({"notes": list(learner.notes)} if learner.notes else {}),
+    }
+
+
+class Session:
+    """A run in work."""
+
+    def __init__(
+        self,
+        learner: Learner[Any, Any],
+        directory: Path,
+        record: dict[str, Any],
+        queries: Queries | None,
+        report: Report,
+        after_step: AfterStep,
+    ) -> None:
+        self.learner, self.world, self.keys = learner, learner.world, learner.keys
+        self.directory, self.record, self.queries = directory, record, queries
+        self.report, self.after_step, self.stopping = report, after_step, False
+        self.position = restore(directory, self.world.device, learner.load_state_dict)
+        # So that a process that starts a moment later does not read a state that is newer than the others'.
+        self.world.wait()
+        if self.world.first:
+            truncate(directory / METRICS, self.position.log_bytes)
+        # The process that has it is the one that writes.
+        self.log = Log(directory, self.keys.tensorboard, self.position.step) if self.world.first else None
+
+    def ask_to_stop(self) -> None:
+        """Stop after the step in work."""
+        self.stopping = True
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+    def run(self) -> dict[str, Any]:
+        """All epochs that are left; the summary."""
+        start = time.monotonic()
+        left = self.learner.steps - self.position.step
+        bar = progress(f"training {self.directory.name}", left, "steps")
+        with bar if self.world.first else nullcontext(lambda n: None) as advance:
+            while self.position.epoch < self.learner.epochs:
+                self._epoch(advance)
+        return self._finish(time.monotonic() - start)
+
+    def _epoch(self, advance: Advance) -> None:
+        """The rest of the epoch in work, its evaluation, and its checkpoint."""
+        epoch = self.position.epoch
+        with closing(self.learner.batches(epoch, self.position.batches)) as batches:  # type: ignore[type-var]
+            while True:
+                start = time.monotonic()
+                some = list(itertools.islice(batches, self.learner.accumulate))
+                if not some:
+                    break
+                waited = time.monotonic() - start
+                values = self._step(some)
+                self._count(some, values, waited, time.monotonic() - start)
+                advance(1)
+                self.after_step(self.position.step)
+                self._stop_or_save()
+        self.position.epoch, self.position.batches = epoch + 1, 0
+        self._end_epoch(epoch)
+        self._save()
+
+    def _step(self, batches: Sequence[NumberedBatch]) -> dict[str, float]:
+        try:
+            return self.learner.step(batches, self.position)
+        except NotFinite as error:
+            self._save()
+            raise InputError(f"{self.directory}: {error}") from None
+
+    def _count(self, batches: Sequence[NumberedBatch], values: dict[str, float], waited: float, took: float) -> None:
+        """Move on by the batches just done, and log them."""
+        images = sum(map(len, batches)) * self.world.world
+        self.position.batches += len(batches)
+        self.position.step += 1
+        self.position.seen += images
+        if self.log is not None:
+            line = {"epoch": self.position.epoch, "batch": batches[0].number, **values, "images_per_s": images / took}
+            if self.learner.decodes:
+                line["wait_share"] = waited / took
+            self.log.write("step", self.position.step, line)
+
+    def _stop_or_save(self) -> None:
+        """Stop where a signal asked for it, in any process; else save every ``checkpoint_steps``.
+
+        Raises:
+            KeyboardInterrupt: the run stops; its state is saved.
+        """
+        if self.world.any(self.stopping):
+            self._save()
+            raise KeyboardInterrupt
+        if self.position.step % self.keys.checkpoint_steps == 0:
+            self._save()
+
+    def _save(self) -> None:
+        """Write ``last.state``, from which the run goes on, and ``last.safetensors``, for use.
+
+        The state holds the weights as well: two files cannot be replaced in one step, and a run that was killed between
+        the two would otherwise go on with the weights of one moment and the optimiser of another.
+        """
+        if self.log is None:
+            return
+        self.position.log_bytes = self.log.length()
+        # The state last: a run that is killed between the two goes on from the one before, and writes both again. The
+        # other way about, one that was killed behind its last step would keep the weights of an earlier one.
+        self._save_weights("last")
+        state = {"position": dataclasses.asdict(self.position), **self.learner.state_dict()}
+        write_state(self.directory / CHECKPOINTS / STATE, state)
+
+    def _save_weights(self, name: str) -> None:
+        self.learner.save(self.directory / CHECKPOINTS / f"{name}.safetensors")
+
+    def _end_epoch(self, epoch: int) -> None:
+        """Evaluate where it is time to, keep the best weights, and say how it goes."""
+        keys, last = self.keys, epoch + 1 == self.learner.epochs
+        if self.log is not None:
+            due = last or (keys.evaluate_every and (epoch + 1) % keys.evaluate_every == 0)
+            figures = self._evaluate(epoch, self.queries, self.log) if self.queries is not None and due else {}
+            if keys.keep_every and (epoch + 1) % keys.keep_every == 0:
+                self._save_weights(f"epoch-{epoch:03d}")
+            self.log.length()
+            names = (*self.learner.losses, "coverage", "q", "reward")
+            self.report(epoch_line(self.directory, epoch, self.learner.epochs, names, figures))
+        self.world.wait()
+
+    def _evaluate(self, epoch: int, queries: Queries, log: Log) -> dict[str, float]:
+        """Evaluate, log, and keep the weights if they are the best so far; the figures that decide which are."""
+        self.learner.product.eval()
+        found = self.learner.evaluate(queries)
+        self.learner.product.train()
+        flat = {f"{name}_{key}": value for name, values in found.items() for key, value in values.items()}
+        log.write("evaluation", self.position.step, {"epoch": epoch, **flat})
+        deciding = found.get("itm", found["dual"])
+        score = deciding.get("map_at_r", deciding["rsum"])
+        # Weights are never chosen by the test split: what is reported on it would be too good.
+        if queries.on != TEST and (self.position.best is None or score > self.position.best):
+            self.position.best = score
+            self._save_weights("best")
+        return deciding
+
+    def _finish(self, seconds: float) -> dict[str, Any]:
+        """Mark the run as complete; its summary."""
+        result: dict[str, Any] = {
+            "run": self.directory.name,
+            "method": self.keys.method,
+            "model": self.learner.name,
+            "epochs": self.learner.epochs,
+            "steps": self.position.step,
+            "images_seen": self.position.seen,
+            "seconds": round(seconds, 1),
+        }
+        if self.log is not None:
+            self.log.length()
+            result |= self._outcome()
+            done = {"complete": True, "outputs": checkpoint_digests(self.directory), "result": result}
+            atomic.write_json(self.directory / CONFIG, {**self.record, **done})
+        self.world.wait()
+        return result
+
+    def _outcome(self) -> dict[str, Any]:
+        """What the log of a run that is over says, also drawn."""
+        steps, evaluations = read_metrics(self.directory, "step"), read_metrics(self.directory, "evaluation")
+        last, losses = steps[-1], list(self.learner.losses)
+        found: dict[str, Any] = {}
+        if self.learner.decodes:
+            found["unreadable"] = sum(line.get("unreadable", 0) for line in steps)
+        found["losses"] = {key: last[key] for key in losses}
+        found["evaluation"] = {k: v for k, v in evaluations[-1].items() if k != "kind"} if evaluations else None
+        if "notes" in self.record:
+            found["notes"] = self.record["notes"]
+        plot_losses(self.directory, losses)
+        if "q" in last:
+            found["quantiles"] = {key: last[key] for key in ("q", "u", "reward") if key in last}
+            plot_quantiles(self.directory)
+        return found

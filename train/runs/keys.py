@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from typing import Literal
 
-from fnpipe.train.keys import option
+from fnpipe.train.keys import SessionKeys, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunKeys:
+class RunKeys(SessionKeys):
     """What a run that trains a model on pictures and captions can be told; the papers' values, where a paper gives one.
 
     A key that is None is chosen when the run starts, from the method, the model and the data.
@@ -141,3 +142,11 @@ class RunKeys:
     checkpoint_steps: int = option(1000, "write last so often, besides at the end of every epoch.", low=1)
     keep_every: int = option(0, "keep the checkpoint of every N-th epoch; 0: only last and best.", low=0)
     tensorboard: bool = option(True, "write scalars for TensorBoard, where it is installed.")
+
+    @property
+    def evaluated_on(self) -> str | None:
+        return self.evaluate_on if self.evaluate_every else None
+
+    @property
+    def models_read(self) -> Sequence[str | None]:
+        return self.init, self.agreement

@@ -88,7 +88,7 @@ def test_training_with_mined_edges_reads_the_pairs_once_and_once_for_its_evaluat
 ):
     from test_train_loop import MAFA, write_edges, write_plan
 
-    from fnpipe.train.learners.train_pictures import train
+    from fnpipe.train.methods import train
 
     workspace = make_workspace(24, captions=2, splits=["train"] * 20 + ["test"] * 4)
     write_plan(workspace, [list(range(b, 20, 5)) for b in range(5)])

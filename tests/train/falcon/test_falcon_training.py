@@ -28,7 +28,7 @@ from fnpipe.train.falcon.batches import EmbeddingCache, EpochConstruction, Falco
 from fnpipe.train.falcon.chain import Chooser, Constant
 from fnpipe.train.falcon.policy import Snapshot
 from fnpipe.train.learners.keys import TrainConfig
-from fnpipe.train.learners.train_pictures import train
+from fnpipe.train.methods import train
 from fnpipe.train.model.load import load_run, starting_model
 
 IMAGES = 26

@@ -12,7 +12,7 @@ import pyarrow as pa
 from conftest import MakeWorkspace
 from fnpipe.train.data.pictures import Samples
 from fnpipe.train.learners.inputs import cut_captions
-from fnpipe.train.learners.train_pictures import train
+from fnpipe.train.methods import train
 from fnpipe.train.model.tokenizer import tiny_tokenizer
 from fnpipe.train.runs.directory import read_run_config
 

@@ -19,11 +19,11 @@ from fnpipe.mining.edges.relabel import relabel
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.keys import TINY
+from fnpipe.train.learners.embedding_inputs import open_frozen_inputs
 from fnpipe.train.learners.embedding_keys import AdapterConfig
-from fnpipe.train.learners.embeddings import open_frozen_inputs
 from fnpipe.train.learners.inputs import Inputs, open_inputs
 from fnpipe.train.learners.keys import TrainConfig
-from fnpipe.train.learners.train_pictures import train
+from fnpipe.train.methods import train
 from fnpipe.train.runs.directory import read_run_config
 
 MAFA = {**FAST, "method": "mafa", "epochs": 1, "edges": "share"}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,7 @@ from fnpipe.train.evaluation.retrieval import evaluate_embeddings
 from fnpipe.train.judges.adapter import embed_adapted
 from fnpipe.train.judges.vacsr import VacsrDiscriminator, load_vacsr
 from fnpipe.train.learners.embedding_keys import FROZEN_METHODS, AdapterConfig, VacsrConfig
-from fnpipe.train.learners.embeddings import train_frozen
-from fnpipe.train.methods import read_values
+from fnpipe.train.methods import read_values, train
 from fnpipe.train.model.adapter import AdapterNet
 from fnpipe.train.model.frozen_files import load_frozen_run
 from fnpipe.train.model.vacsr import VacsrNet
@@ -70,7 +72,7 @@ def workspace(make_workspace: MakeWorkspace) -> Workspace:
 
 
 def trained(workspace: Workspace, run: str, **values: Any) -> dict[str, Any]:
-    return train_frozen(workspace, {**FAST, **values}, run=run)
+    return train(workspace, {**FAST, **values}, run=run)
 
 
 def weights(workspace: Workspace, run: str) -> bytes:
@@ -102,7 +104,7 @@ def test_a_run_that_was_interrupted_ends_with_the_bytes_of_one_that_was_not(
             raise Killed
 
     with pytest.raises(Killed):
-        train_frozen(workspace, {**FAST, **values}, run="cut", after_step=die)
+        train(workspace, {**FAST, **values}, run="cut", after_step=die)
     assert read_run_config(workspace.root / "runs" / "cut")["complete"] is False
     result = trained(workspace, "cut", **values)
     assert weights(workspace, "cut") == weights(workspace, "whole")
@@ -125,12 +127,12 @@ def test_a_plan_is_not_made_anew_while_a_run_reads_it(workspace: Workspace):
         refused.append(caught)
 
     values = {**FAST, "method": "adapter", "groups": "p", "epochs": 1}
-    train_frozen(workspace, values, run="r", after_step=overwrite)
+    train(workspace, values, run="r", after_step=overwrite)
     assert len(refused) == 5
     group(workspace, dataclasses.replace(plan, seed=1, overwrite=True))
     # The run is of a plan that is no more, and says so instead of calling itself finished.
     with pytest.raises(InputError, match="runs/r: made from other groups/p"):
-        train_frozen(workspace, values, run="r")
+        train(workspace, values, run="r")
 
 
 def test_a_log_that_lost_lines_which_its_state_counts_is_named(workspace: Workspace):
@@ -139,11 +141,11 @@ def test_a_log_that_lost_lines_which_its_state_counts_is_named(workspace: Worksp
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_frozen(workspace, {**FAST, "method": "adapter", "checkpoint_steps": 3}, run="r", after_step=stop)
+        train(workspace, {**FAST, "method": "adapter", "checkpoint_steps": 3}, run="r", after_step=stop)
     log = workspace.root / "runs/r/metrics.jsonl"
     log.write_bytes(log.read_bytes()[:100])
     with pytest.raises(InputError, match=r"metrics.jsonl: holds 100 of the .* bytes .*--overwrite"):
-        train_frozen(workspace, {**FAST, "method": "adapter", "checkpoint_steps": 3}, run="r")
+        train(workspace, {**FAST, "method": "adapter", "checkpoint_steps": 3}, run="r")
 
 
 def test_a_request_to_stop_saves_the_step_in_work(workspace: Workspace):
@@ -155,7 +157,7 @@ def test_a_request_to_stop_saves_the_step_in_work(workspace: Workspace):
             os.kill(os.getpid(), signal.SIGTERM)
 
     with pytest.raises(KeyboardInterrupt):
-        train_frozen(workspace, {**FAST, "method": "adapter"}, run="r", after_step=stop)
+        train(workspace, {**FAST, "method": "adapter"}, run="r", after_step=stop)
     state = torch.load(workspace.root / "runs" / "r" / "checkpoints" / STATE, weights_only=True)
     assert state["position"]["step"] == 3
     trained(workspace, "r", method="adapter")
@@ -174,7 +176,7 @@ def test_the_seed_decides_the_weights_and_checkpoint_steps_do_not(workspace: Wor
 @pytest.mark.parametrize("method", ["adapter", "vacsr"])
 def test_the_batches_of_a_plan_are_trained_on(workspace: Workspace, method: str):
     write_plan(workspace, [[0, 1, 2, 3], [10, 11, 12, 13], [30, 31, 32, 33]], name="made")
-    result = train_frozen(workspace, {"method": method, "groups": "made", "epochs": 2, "tensorboard": False}, run="r")
+    result = train(workspace, {"method": method, "groups": "made", "epochs": 2, "tensorboard": False}, run="r")
     assert result["images_seen"] == 24
     record = read_run_config(workspace.root / "runs" / "r")
     assert record["config"]["batch_size"] == 4
@@ -186,7 +188,7 @@ def test_rows_without_an_embedding_leave_a_plan_and_random_batches(make_workspac
     images[3], texts[7] = 0, 0
     workspace = make_workspace(24, embeddings=(images, texts))
     write_plan(workspace, [[0, 1, 2, 3], [6, 7, 8, 9]], name="made")
-    planned = train_frozen(
+    planned = train(
         workspace, {"method": "adapter", "groups": "made", "epochs": 1, "tensorboard": False}, run="planned"
     )
     assert planned["images_seen"] == 6
@@ -208,12 +210,12 @@ def test_mined_positives_are_positives(make_workspace: MakeWorkspace):
     write_edges(workspace, mined)
     write_plan(workspace, [list(range(0, 20)), list(range(20, 40))], name="made")
     base = {"method": "vacsr", "groups": "made", "epochs": 1, "tensorboard": False}
-    train_frozen(workspace, {**base, "edges": "made"}, run="with")
-    train_frozen(workspace, {**base, "edges": "made", "tau_high": 0.5}, run="lower")
+    train(workspace, {**base, "edges": "made"}, run="with")
+    train(workspace, {**base, "edges": "made", "tau_high": 0.5}, run="lower")
     steps = [read_metrics(workspace.root / "runs" / run, "step")[0]["positives"] for run in ("with", "lower")]
     # All 20 of a batch have their partner in it; of the others only those whose next one is in it too.
     assert steps == [20, 38]
-    train_frozen(workspace, base, run="without")
+    train(workspace, base, run="without")
     assert weights(workspace, "with") != weights(workspace, "without")
 
 
@@ -226,6 +228,54 @@ def test_the_best_weights_are_kept_of_a_split_that_is_not_test(make_workspace: M
     of_val, of_test = ({p.name for p in (runs / run / "checkpoints").iterdir()} for run in ("on-val", "on-test"))
     assert of_val - of_test == {"best.safetensors"}
     assert len(read_metrics(workspace.root / "runs" / "on-val", "evaluation")) == 2
+
+
+def test_a_checkpoint_is_kept_of_every_so_manieth_epoch(workspace: Workspace):
+    trained(workspace, "r", method="adapter", epochs=4, keep_every=2)
+    found = {path.name for path in (workspace.root / "runs/r/checkpoints").iterdir()}
+    assert found == {"epoch-001.safetensors", "epoch-003.safetensors", "last.safetensors", STATE}
+
+
+@pytest.mark.parametrize("method", ["adapter", "vacsr"])
+def test_the_mean_of_the_weights_is_what_is_kept_for_use(workspace: Workspace, method: str):
+    # One step an epoch, so that a checkpoint of every epoch is one of every step.
+    values: dict[str, Any] = {"method": method, "batch_size": 40, "epochs": 4, "keep_every": 1, "lr": 0.1}
+    trained(workspace, "raw", **values)
+    trained(workspace, "mean", **values, ema_decay=0.5)
+
+    def stop(step: int) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(workspace, {**FAST, **values, "ema_decay": 0.5}, run="cut", after_step=stop)
+    trained(workspace, "cut", **values, ema_decay=0.5)
+    assert weights(workspace, "cut") == weights(workspace, "mean") != weights(workspace, "raw")
+    of_step = [load_frozen_run(workspace, "raw", checkpoint=f"epoch-{e:03d}").net.state_dict() for e in range(4)]
+    expected = {
+        k: v.double() for k, v in load_frozen_run(workspace, "mean", checkpoint="epoch-000").net.state_dict().items()
+    }
+    for step, raw in enumerate(of_step[1:], 2):
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = {key: decay * expected[key] + (1 - decay) * raw[key].double() for key in raw}
+    found = load_frozen_run(workspace, "mean").net.state_dict()
+    assert max(float((found[key] - expected[key]).abs().max()) for key in found) < 1e-6
+
+
+@pytest.mark.slow
+def test_two_processes_with_a_batch_each_make_the_step_of_both_batches(workspace: Workspace):
+    # Every batch stands twice, so that the mean of two gradients is that of one.
+    batches = [[0, 1, 2, 3], [10, 11, 12, 13], [30, 31, 32, 33]]
+    write_plan(workspace, batches, name="once")
+    write_plan(workspace, [batch for batch in batches for _ in range(2)], name="twice")
+    trained(workspace, "one", method="adapter", batch_size=4, groups="once")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv_backend=c10d"]
+    command += ["--rdzv_endpoint=localhost:0", "-m", "--", "fnpipe.cli", "train", str(workspace.root), "--run=two"]
+    command += ["--method=adapter", "--epochs=2", "--threads=1", "--groups=twice", "--set=tensorboard=false"]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert weights(workspace, "two") == weights(workspace, "one")
+    assert read_run_config(workspace.root / "runs/two")["result"]["images_seen"] == 2 * 2 * 12
 
 
 # ---------------------------------------------------------------------------------------------------- what is refused
@@ -244,11 +294,20 @@ def test_unknown_keys_are_refused_with_the_nearest_of_the_method(workspace: Work
         read_values(workspace, "r", {})
 
 
+@pytest.mark.parametrize("method", ["adapter", "itc"])
+def test_a_run_that_is_begun_afresh_says_its_method(workspace: Workspace, method: str):
+    values = {"epochs": 1, "tensorboard": False, "threads": 1}
+    train(workspace, {**values, "method": method}, run="r")
+    with pytest.raises(InputError, match="no method; give --method"):
+        train(workspace, values, run="r", overwrite=True)
+    assert read_run_config(workspace.root / "runs/r")["complete"]
+
+
 def test_values_are_typed_by_the_method_that_a_run_was_started_with(workspace: Workspace):
     trained(workspace, "r", method="vacsr")
     assert read_values(workspace, "r", {}, ["kl_weight=1e-3"]) == {"kl_weight": 1e-3}
     with pytest.raises(InputError, match=r"started with kl_weight unset, now 0\.001"):
-        train_frozen(workspace, {**FAST, "method": "vacsr", "kl_weight": 1e-3}, run="r")
+        train(workspace, {**FAST, "method": "vacsr", "kl_weight": 1e-3}, run="r")
 
 
 @pytest.mark.parametrize(
@@ -272,7 +331,7 @@ def test_other_inputs_than_at_the_start_are_refused(workspace: Workspace):
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        train_frozen(workspace, {**FAST, "method": "adapter"}, run="r", after_step=die)
+        train(workspace, {**FAST, "method": "adapter"}, run="r", after_step=die)
     directory = workspace.root / "embeddings" / "clip"
     for path in sorted(directory.rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
@@ -281,14 +340,11 @@ def test_other_inputs_than_at_the_start_are_refused(workspace: Workspace):
         trained(workspace, "r", method="adapter")
 
 
-def test_what_takes_no_part_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch):
+def test_what_takes_no_part_is_refused(workspace: Workspace):
     with pytest.raises(InputError, match="there are no edges"):
         trained(workspace, "r", method="vacsr", tau_high=0.5)
     with pytest.raises(InputError, match="no embeddings 'clop'"):
         trained(workspace, "r", method="vacsr", embeddings="clop")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InputError, match="one process"):
-        trained(workspace, "r", method="vacsr")
     assert not (workspace.root / "runs" / "r").exists()
 
 
@@ -298,7 +354,7 @@ def test_a_damaged_state_is_named(workspace: Workspace):
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        train_frozen(workspace, {**FAST, "method": "adapter"}, run="r", after_step=die)
+        train(workspace, {**FAST, "method": "adapter"}, run="r", after_step=die)
     path = workspace.root / "runs" / "r" / "checkpoints" / STATE
     path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(InputError, match="damaged"):

@@ -13,7 +13,7 @@ from fnpipe.mining.edges.reader import read_edges
 from fnpipe.mining.plans.config import GroupConfig
 from fnpipe.mining.plans.stage import group
 from fnpipe.pipeline.workspace.workspace import Workspace
-from fnpipe.train.learners.train_pictures import train
+from fnpipe.train.methods import train
 from fnpipe.train.model.frozen_files import beside, load_frozen_run
 from fnpipe.train.runs.log import read_metrics
 

@@ -28,9 +28,8 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.batches import Batch
-from fnpipe.train.learners.pictures import compile_blocks
-from fnpipe.train.learners.train_pictures import train
-from fnpipe.train.loop.optim import learning_rate, parameter_groups
+from fnpipe.train.loop.optim import compile_blocks, learning_rate, parameter_groups
+from fnpipe.train.methods import train
 from fnpipe.train.model.load import load_run, starting_model
 from fnpipe.train.objectives.ecm import PLAIN, ecm_decisions
 from fnpipe.train.objectives.step import StepConfig, StepInput, TrainStep, false_negatives, mask_generator
@@ -177,7 +176,7 @@ def test_sigterm_saves_and_stops_and_the_run_goes_on(mafa_workspace: Workspace):
 KILLED = """
 import json, os, signal, sys
 from fnpipe.pipeline.workspace.workspace import Workspace
-from fnpipe.train.learners.train_pictures import train
+from fnpipe.train.methods import train
 
 def after_step(step):
     if step == 8:

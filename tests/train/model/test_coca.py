@@ -17,7 +17,7 @@ from conftest import MakeWorkspace
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.judges.itm import ItmDiscriminator
-from fnpipe.train.learners.train_pictures import train
+from fnpipe.train.methods import train
 from fnpipe.train.model.build import build_model, load_model, save_model
 from fnpipe.train.model.config import ModelConfig
 from fnpipe.train.model.model import VLModel

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from browser import browse, find_browser
 from conftest import MakeWorkspace
 from fnpipe.cli.main import run as run_cli
-from fnpipe.train.learners.train_pictures import train
+from fnpipe.train.methods import train
 from fnpipe.train.reports.chart import Curve, line_chart, ticks
 from fnpipe.train.reports.page import render_report, write_report
 from fnpipe.train.reports.report import Series, read_report, summarise, thinned

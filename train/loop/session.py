@@ -79,7 +79,9 @@ def see_through(
             torch.set_num_threads(config.threads)
         with processes(config.device) as world, deterministic(world.device), ExitStack() as held:
             if world.first:
-                held.enter_context(reading_runs(workspace, config.models_read, "fnpipe train"))
+                # What is read of the run itself is read before it is overwritten, and held already.
+                others = [model for model in config.models_read if (model or "").partition(":")[2] != run]
+                held.enter_context(reading_runs(workspace, others, "fnpipe train"))
             learner = open_learner(workspace, config, world)
             queries = _check(workspace, learner, directory, before)
             record = _record(learner, asked)

@@ -23,11 +23,12 @@ import numpy as np
 import torch
 
 from fnpipe.mining.data.train_pairs import TrainPairs
+from fnpipe.mining.plans.conflicts import Conflicts, KnownMatches, conflicts_among
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.memory import total_memory
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.train.data.batches import Batch, Loader
-from fnpipe.train.falcon.chain import Chooser, construct, pair_similarities
+from fnpipe.train.falcon.chain import Chooser, construct, forced_in, pair_similarities
 from fnpipe.train.falcon.policy import Draws, LoggedChooser, Snapshot
 
 # Similarities of open search spaces alive at a time.
@@ -41,19 +42,26 @@ class FalconSource:
 
     Attributes:
         members: the images that take part; row r of every array of an epoch is ``members.images[r]``.
+        known: what no batch is to hold; None: nothing.
     """
 
     grouped = True
 
     def __init__(
-        self, members: TrainPairs, embeddings: Embeddings, batch_size: int, search_space: int, seed: int
+        self,
+        members: TrainPairs,
+        embeddings: Embeddings,
+        batch_size: int,
+        search_space: int,
+        seed: int,
+        known: KnownMatches | None = None,
     ) -> None:
         """
         Raises:
             InputError: there are too few images for a batch of two, or the similarities of a search space would not fit
                 into this machine's memory.
         """
-        self.members, self.embeddings, self.seed = members, embeddings, seed
+        self.members, self.embeddings, self.seed, self.known = members, embeddings, seed, known
         self.batch_size = min(batch_size, len(members.images))
         if self.batch_size < 2:
             raise InputError(f"{embeddings.stage.path}: falcon's batches hold two pairs at least; use more images")
@@ -104,11 +112,14 @@ class EmbeddingCache:
 
 @dataclass(eq=False)
 class _Space:
-    """An open search space: its rows, their similarities, and the positions in it that are still unused."""
+    """An open search space: its rows, their similarities, the positions in it that are still unused, and the conflicts
+    between positions.
+    """
 
     rows: np.ndarray
     sims: np.ndarray
     unused: np.ndarray
+    conflicts: Conflicts | None
 
 
 class EpochConstruction:
@@ -121,6 +132,7 @@ class EpochConstruction:
     def __init__(self, source: FalconSource, cache: EmbeddingCache, epoch: int, used: np.ndarray) -> None:
         self.source, self.cache, self.epoch = source, cache, epoch
         self.pair_ids = source.members.captions_of_epoch(epoch, source.seed)
+        self.conflicts = None if source.known is None else source.known.conflicts(source.members, self.pair_ids)
         spaces = source.spaces(epoch)
         largest = max(map(len, spaces))
         self.most_open = max(1, _SIM_BYTES // (4 * largest**2))
@@ -137,7 +149,7 @@ class EpochConstruction:
         left = np.array([len(space.unused) for space in self._open], float)
         space = self._open[int(rng.choice(len(left), p=left / left.sum()))]
         start = int(space.unused[rng.integers(len(space.unused))])
-        taken = construct(space.sims, space.unused, start, self.source.batch_size, choose)
+        taken = construct(space.sims, space.unused, start, self.source.batch_size, choose, space.conflicts)
         space.unused = np.setdiff1d(space.unused, taken, assume_unique=True)
         if len(space.unused) < self.source.batch_size:
             self._open.remove(space)
@@ -146,7 +158,16 @@ class EpochConstruction:
 
     def _opened(self, rows: np.ndarray) -> _Space:
         images, texts = self.cache.take(rows, self.epoch, self.pair_ids[rows])
-        return _Space(rows, pair_similarities(images, texts), np.flatnonzero(~self._used[rows]))
+        inside = None
+        if self.conflicts is not None:
+            position = np.full(len(self._used), -1, np.int32)
+            position[rows] = np.arange(len(rows))
+            inside = conflicts_among(self.conflicts, rows, position, 0)
+        return _Space(rows, pair_similarities(images, texts), np.flatnonzero(~self._used[rows]), inside)
+
+    def forced(self, rows: np.ndarray) -> int | None:
+        """How many rows of a batch stand beside a known match all the same; None where none is avoided."""
+        return None if self.conflicts is None else forced_in(rows, self.conflicts)
 
 
 @dataclass(frozen=True)
@@ -155,11 +176,13 @@ class Constructed:
 
     Attributes:
         rows: (world, B) int64: those of all processes in this round, this process's at its rank.
+        forced: of its pairs, those that stand beside a known match all the same; None where none is avoided.
     """
 
     batch: Batch
     rows: np.ndarray
     draws: Draws
+    forced: int | None
 
 
 class FalconBatches:
@@ -253,7 +276,7 @@ class FalconBatches:
             pixels=pixels,
             good=good,
         )
-        return Constructed(batch, rows, draws)
+        return Constructed(batch, rows, draws, construction.forced(mine))
 
     def state_dict(self) -> dict[str, Any]:
         """What the rest of the epoch depends on, after the rounds that were handed out."""

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
+from fnpipe.mining.plans.conflicts import Conflicts
+
 
 # ---------------------------------------------------------------------------------------------------- batches
 class Chooser(Protocol):
@@ -22,8 +24,12 @@ def pair_similarities(images: np.ndarray, texts: np.ndarray) -> np.ndarray:
     return sims
 
 
-def construct(sims: np.ndarray, unused: np.ndarray, start: int, size: int, choose: Chooser) -> np.ndarray:
+def construct(
+    sims: np.ndarray, unused: np.ndarray, start: int, size: int, choose: Chooser, conflicts: Conflicts | None = None
+) -> np.ndarray:
     """A batch: a chain of pairs, each at the rank that ``choose`` names among those left.
+
+    What is in conflict with a pair of the batch is not chosen from, unless nothing else is left.
 
     Args:
         sims: (M, M) float32, finite. unused: (n,) int64, the rows that may be taken, ascending; ``start`` is one.
@@ -35,13 +41,27 @@ def construct(sims: np.ndarray, unused: np.ndarray, start: int, size: int, choos
     rows = np.empty(size, np.int64)
     rows[0] = start
     left = unused[unused != start]
+    banned = np.zeros(len(sims), bool)
     for slot in range(1, size):
-        row = sims[rows[slot - 1]].take(left)
+        allowed = left
+        if conflicts is not None:
+            banned[_of_row(conflicts, rows[slot - 1])] = True
+            allowed = left[~banned[left]]
+            allowed = allowed if len(allowed) else left
+        row = sims[rows[slot - 1]].take(allowed)
         ordered = np.sort(row)
-        at = int((row == ordered[choose(ordered)]).argmax())
-        rows[slot] = left[at]
-        left = np.delete(left, at)
+        rows[slot] = allowed[(row == ordered[choose(ordered)]).argmax()]
+        left = left[left != rows[slot]]
     return rows
+
+
+def forced_in(rows: np.ndarray, conflicts: Conflicts) -> int:
+    """How many of the (n,) rows of a batch are in conflict with an earlier one."""
+    return sum(bool(np.isin(rows[:n], _of_row(conflicts, row)).any()) for n, row in enumerate(rows.tolist()))
+
+
+def _of_row(conflicts: Conflicts, row: int) -> np.ndarray:
+    return conflicts.rows[conflicts.starts[row] : conflicts.starts[row + 1]]
 
 
 def rank_at(u: float, count: int, log_scale: bool) -> int:

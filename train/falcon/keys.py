@@ -49,6 +49,11 @@ class FalconKeys(RunKeys):
         "2.5 %. log-rank: the n^(1 - u)-th nearest of n, so that hardness rises over all of it. None: log-rank for "
         "fnpipe-tiny, else rank; rank where it is fixed.",
     )
+    skip_mined: bool = option(
+        False,
+        "falcon: never join pairs of which one's picture is known to match the other's caption, by edges above their "
+        "tau_low or by the identity rule; what had to be joined all the same is logged as forced.",
+    )
     reward: Literal["mlm", "itg"] = option(
         MLM,
         "falcon: what must decrease on the batch that a step was made on: mlm (the paper), or itg, the captioning loss"
@@ -140,6 +145,8 @@ def check_falcon(config: FalconKeys) -> None:
         raise InputError("mlm is off, and its decrease is the reward; leave mlm out, or take reward=itg with a CoCa")
     if config.reward == ITG and (config.mlm or config.itm):
         raise InputError("reward is itg, for models that have a captioning loss and no MLM or ITM; leave mlm, itm out")
+    if config.skip_mined and config.edges is None:
+        raise InputError("skip_mined is true, and no edges are named; give them with --edges")
     if config.search_space is not None and config.batch_size is not None:
         require_multiple(config.search_space, config.batch_size)
 

@@ -96,6 +96,9 @@ class Falcon:
         """Measure the reward of the step just made and update the policy; what there is to log."""
         q = np.concatenate([work.made.draws.q for work in self._in_work])
         values = {"q": float(q.mean()), "q_spread": float(q.std())}
+        forced = [work.made.forced for work in self._in_work if work.made.forced is not None]
+        if forced:
+            values["forced"] = float(np.mean(forced))
         if self.scheduler is None:
             return values
         draws = [work.made.draws for work in self._in_work]

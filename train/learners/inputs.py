@@ -15,6 +15,7 @@ from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.edges.lookup import EdgeLookup
 from fnpipe.mining.edges.reader import EdgesInfo, read_recorded
 from fnpipe.mining.edges.thresholds import TAU_HIGH, TAU_LOW
+from fnpipe.mining.plans.conflicts import KnownMatches
 from fnpipe.mining.plans.plan import plan_epochs
 from fnpipe.pipeline.embed.cut_captions import CUT_SCHEMA, cut_notes, find_cut
 from fnpipe.pipeline.errors import InputError
@@ -199,7 +200,11 @@ def open_falcon(workspace: Workspace, config: TrainConfig, batch_size: int) -> F
     if config.min_recorded_probability > 0:
         doubted = doubted_pairs(find_edges(workspace, config), config.min_recorded_probability)[members.pair_ids]
         members = train_pairs_of(members.pair_ids[~doubted], members.image_ids[~doubted])
-    return FalconSource(members, embeddings, batch_size, choose_search_space(config, batch_size), config.seed)
+    known = None
+    if config.skip_mined:
+        edges = find_edges(workspace, config)
+        known = KnownMatches.of(edges, EdgesInfo.read(edges).tau_low if config.tau_low is None else config.tau_low)
+    return FalconSource(members, embeddings, batch_size, choose_search_space(config, batch_size), config.seed, known)
 
 
 def open_stream(config: TrainConfig, plan: Stage | None) -> MaterializedPictures | None:

@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fnpipe.train.falcon.chain import Constant, construct, pair_similarities, ramp, rank_at
+from fnpipe.mining.plans.conflicts import conflicts_between, no_conflicts
+from fnpipe.train.falcon.chain import Constant, construct, forced_in, pair_similarities, ramp, rank_at
 from fnpipe.train.falcon.policy import (
     Draws,
     LoggedChooser,
@@ -50,6 +51,42 @@ def chain_by_loop(sims: np.ndarray, unused: list[int], start: int, size: int, q:
         batch.append(taken)
         left.remove(taken)
     return batch
+
+
+def batch_without_conflicts(
+    sims: np.ndarray, unused: list[int], start: int, size: int, q: float, pairs: set[tuple[int, int]]
+) -> list[int]:
+    """As `chain_by_loop`, each time among those in conflict with no pair of the batch; where there are none, all."""
+    batch, left = [start], [row for row in unused if row != start]
+    while len(batch) < size:
+        free = [row for row in left if not any((row, other) in pairs or (other, row) in pairs for other in batch)]
+        batch.append(chain_by_loop(sims, [batch[-1], *(free or left)], batch[-1], 2, q)[1])
+        left.remove(batch[-1])
+    return batch
+
+
+@settings(max_examples=200)
+@given(
+    size=st.integers(2, 20),
+    seed=st.integers(0, 2**32 - 1),
+    coarse=st.booleans(),
+    many=st.integers(0, 60),
+    # Not where a rank lies half way between two.
+    q=st.sampled_from([1.0, 0.937, 0.413, 0.0]),
+)
+def test_a_batch_holds_no_conflict_unless_nothing_else_is_left(size: int, seed: int, coarse: bool, many: int, q: float):
+    rng = np.random.default_rng(seed)
+    sims, (left, right) = some_sims(size, seed, coarse), rng.integers(0, size, (2, many))
+    unused = np.sort(rng.choice(size, int(rng.integers(2, size + 1)), replace=False))
+    start, batch = int(rng.choice(unused)), int(rng.integers(1, len(unused) + 1))
+    conflicts, pairs = conflicts_between(left, right, size), set(zip(left.tolist(), right.tolist(), strict=True))
+    rows = construct(sims, unused, start, batch, Constant(q, log_scale=False), conflicts)
+    assert rows.tolist() == batch_without_conflicts(sims, unused.tolist(), start, batch, q, pairs)
+    forced = [any((a, b) in pairs or (b, a) in pairs for b in rows[:n].tolist()) for n, a in enumerate(rows.tolist())]
+    assert forced_in(rows, conflicts) == sum(forced)
+    assert construct(sims, unused, start, batch, Constant(q, log_scale=False), no_conflicts(size)).tolist() == (
+        construct(sims, unused, start, batch, Constant(q, log_scale=False)).tolist()
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- chains

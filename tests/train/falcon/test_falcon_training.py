@@ -304,6 +304,29 @@ def test_edges_are_treated_as_by_mafa(workspace: Workspace):
     assert not TrainConfig(method="falcon").method_losses.ecm
 
 
+def test_mined_pairs_are_never_joined_and_what_is_forced_is_logged(workspace: Workspace):
+    # Every image matches those of its own third; in search spaces of 12 a batch of 4 must take two of one.
+    known = [
+        (i, 2 * j + c, 0.6) for i in range(IMAGES) for j in range(IMAGES) for c in (0, 1) if i != j and i % 3 == j % 3
+    ]
+    write_edges(workspace, known)
+    values = {**FALCON, "quantile": 1.0, "epochs": 1, "smoothing": 0.0, "edges": "made"}
+    train(workspace, values, run="plain")
+    train(workspace, {**values, "skip_mined": True}, run="three")
+    train(workspace, {**values, "skip_mined": True, "batch_size": 3}, run="apart")
+    assert "forced" not in logged(workspace, "plain")[0]
+    assert all(line["forced"] >= 1 for line in logged(workspace, "three"))
+    assert sum(line["forced"] for line in logged(workspace, "apart")) < 8
+    assert logged(workspace, "apart")[0]["forced"] == 0
+    # Above the thresholds of this run nothing is known.
+    train(workspace, {**values, "skip_mined": True, "tau_low": 0.7, "tau_high": 0.7}, run="none")
+    assert {line["forced"] for line in logged(workspace, "none")} == {0}
+    with pytest.raises(InputError, match="skip_mined is true, and no edges are named"):
+        TrainConfig(method="falcon", skip_mined=True)
+    with pytest.raises(InputError, match="skip_mined is True, which only falcon has"):
+        TrainConfig(method="grit", skip_mined=True)
+
+
 def test_ramps_run_over_the_whole_run(workspace: Workspace):
     q = {}
     for scheduler in ("hardening", "softening"):

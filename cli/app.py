@@ -42,10 +42,6 @@ _LONGEST_LINE = 2000
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print a machine-readable summary on stdout.")]
 WorkspaceArgument = Annotated[str, typer.Argument(metavar="WORKSPACE", help="The workspace directory.")]
-EdgesOption = Annotated[str | None, typer.Option("--edges", help="Which edges; the only ones there are if not given.")]
-EmbeddingsOption = Annotated[
-    str | None, typer.Option("--embeddings", help="Which embeddings; the only ones there are if not given.")
-]
 OverwriteFlag = Annotated[bool, typer.Option("--overwrite", help="Throw away what is there and start afresh.")]
 
 

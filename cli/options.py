@@ -8,12 +8,12 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, TypeAlias, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_origin, get_type_hints
 
 import typer
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.flags import Flag, flag_of
+from fnpipe.pipeline.flags import Option, option_of
 from fnpipe.pipeline.machine.device import check_device, check_engine, check_precision
 from fnpipe.pipeline.machine.limits import most
 
@@ -71,17 +71,20 @@ class After:
     name: str
 
 
-def flags_of(config: type) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def flags_of(config: type, *, left_open: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command a flag for every field of ``config`` that is one, but for those that it names itself.
 
     The command takes what was given for them, by the names of the fields, as its argument ``given``, in whose place
     they stand. A field that is true by default is turned off by ``--no-NAME``.
+
+    Args:
+        left_open: what was not given is None, whatever its default, because something else may say it.
     """
 
     def with_flags(command: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(command, include_extras=True)
         own = inspect.signature(command).parameters
-        flags = [flag for flag in _flags(config) if flag.field not in own]
+        flags = [flag for flag in _flags(config, left_open) if flag.field not in own]
         placed: list[inspect.Parameter] = []
         for name, parameter in own.items():
             if name == "given":
@@ -114,30 +117,39 @@ class _FieldFlag:
     after: str | None
 
 
-def _flags(config: type) -> list[_FieldFlag]:
+def _flags(config: type, left_open: bool) -> list[_FieldFlag]:
     hints = get_type_hints(config)
-    found = [(field, flag_of(field)) for field in dataclasses.fields(config)]
-    return [_field_flag(field, hints[field.name], flag) for field, flag in found if flag is not None]
+    found = [(field, option_of(field)) for field in dataclasses.fields(config)]
+    return [
+        _field_flag(field.name, None if left_open else field.default, hints[field.name], option)
+        for field, option in found
+        if option is not None and option.help is not None
+    ]
 
 
-def _field_flag(field: dataclasses.Field[Any], kind: Any, flag: Flag) -> _FieldFlag:
-    name, default, value = field.name, field.default, flag.parse
+def _field_flag(field: str, default: Any, kind: Any, option: Option) -> _FieldFlag:
+    name, value = field, option.parse
     if default is True:
         name, default, value = f"no_{name}", False, operator.not_
     elif get_origin(kind) is tuple:
-        kind, default, value = list[str] | None, None, lambda words: tuple(words or ())
-    elif flag.parse is not None:
+        parse = option.parse or str
+        kind, default, value = list[str] | None, None, lambda words: tuple(map(parse, words or ()))
+    elif option.parse is not None:
         kind, default = str, str(default)
-    option = typer.Option(
+    elif get_origin(kind) is Literal:
+        kind = str | None
+    shown = typer.Option(
         f"--{name.replace('_', '-')}",
-        help=flag.help,
-        metavar=flag.metavar,
-        show_default=True if flag.shown is None else flag.shown,
+        help=option.help,
+        metavar=option.metavar,
+        show_default=True if option.shown is None else option.shown,
     )
+    if default is dataclasses.MISSING:
+        default = inspect.Parameter.empty
     parameter = inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
     )
-    return _FieldFlag(field.name, parameter, value or (lambda given: given), flag.after)
+    return _FieldFlag(field, parameter, value or (lambda given: given), option.after)
 
 
 def _extras(annotation: Any) -> tuple[Any, ...]:

@@ -1,28 +1,38 @@
-"""Every method of ``fnpipe train``, by name: what it is told, which loop trains it, and how its runs are evaluated."""
+"""Every method of ``fnpipe train``, by name: what it is told, which loop trains it, and how its runs are evaluated.
+
+What the user says is checked before torch is loaded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.discriminators.protocol import Discriminator
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace.workspace import Workspace
-from fnpipe.train.evaluation.on_embeddings import evaluate_frozen_run
-from fnpipe.train.evaluation.queries import Queries
-from fnpipe.train.evaluation.retrieval import TOP_K, Measure
-from fnpipe.train.evaluation.retrieval import evaluate_run as evaluate_model_run
+from fnpipe.pipeline.machine.device import check_device
+from fnpipe.pipeline.workspace.workspace import Workspace, reading
+from fnpipe.train.evaluation.config import EvaluateConfig
+from fnpipe.train.evaluation.named import chosen_split, require_named
 from fnpipe.train.keys import describe, given_values, meanings, typed
 from fnpipe.train.learners.embedding_keys import FROZEN_METHODS
-from fnpipe.train.learners.embeddings import open_embeddings
 from fnpipe.train.learners.keys import METHODS, TrainConfig, known_method
-from fnpipe.train.learners.pictures import open_pictures
-from fnpipe.train.loop.session import see_through
-from fnpipe.train.model.frozen_files import is_frozen_run
-from fnpipe.train.runs.directory import CONFIG, read_run_config, run_directory, run_path
+from fnpipe.train.runs.directory import (
+    CONFIG,
+    is_frozen_run,
+    keep_evaluation,
+    read_run_config,
+    reading_runs,
+    run_directory,
+    run_path,
+)
+
+if TYPE_CHECKING:
+    from fnpipe.mining.data.truth import Truth
+    from fnpipe.mining.discriminators.protocol import Discriminator
+    from fnpipe.train.evaluation.queries import Queries
+    from fnpipe.train.evaluation.retrieval import Measure
 
 ALL_METHODS = (*METHODS, *FROZEN_METHODS)
 
@@ -64,48 +74,76 @@ def train(
         raise _no_method()
     method = str(values.get("method") or _method_of(workspace, run))
     options |= {"run": run, "overwrite": overwrite}
+    if overwrite or not (run_directory(workspace, run) / CONFIG).is_file():
+        _require_named(workspace, _config_of(method)(**values))
+    from fnpipe.train.learners.embeddings import open_embeddings  # torch loads here
+    from fnpipe.train.learners.pictures import open_pictures
+    from fnpipe.train.loop.session import see_through
+
     if method in FROZEN_METHODS:
         return see_through(workspace, values, FROZEN_METHODS[method], open_embeddings, **options)
     return see_through(workspace, values, TrainConfig, partial(open_pictures, con_d=con_d), **options)
 
 
-def evaluate_run(
-    workspace: Workspace,
-    run: str,
-    queries: Queries,
-    truth: Truth | None = None,
-    *,
-    embeddings: str | None = None,
-    checkpoint: str = "best-or-last",
-    top_k: int | None = None,
-    device: str = "auto",
-    measure: Measure | None = None,
-) -> dict[str, Any]:
-    """Retrieval figures of a run, as `evaluate.evaluate_run` or `frozen_evaluate.evaluate_frozen_run` gives them.
+def _require_named(workspace: Workspace, config: Any) -> None:
+    """Refuse stages, a split or a kind of device that are not there."""
+    check_device(config.device)
+    for kind in ("embeddings", "groups", "edges"):
+        if (name := getattr(config, kind)) is not None:
+            workspace.resolve(kind, name, f"--{kind}")
+    chosen_split(workspace, config.evaluate_on)
 
-    Args:
-        embeddings: what a network on frozen embeddings is applied to. top_k: for runs with an ITM head; None: `TOP_K`.
+
+def evaluate(workspace: Workspace, config: EvaluateConfig) -> dict[str, Any]:
+    """What ``fnpipe evaluate --json`` prints; of a run of the workspace it is kept in its directory, too.
 
     Raises:
-        InputError: as theirs; or there are embeddings for a run that embeds pictures itself, or a ``top_k`` for one
-            that has no ITM head.
+        InputError: see `EvaluateConfig`; a file, the device or COCO's labels are not there.
     """
-    directory = run_path(workspace, run)
-    if "/" not in run:
-        # Of other pairs than it was trained on nobody knows which it has seen: the test split was drawn anew.
-        trained_on = read_run_config(directory).get("inputs", {})
-        workspace.stage(f"runs/{run}").require_fresh({"pairs": trained_on.get("pairs", workspace.digest)})
-    if top_k is not None and not read_run_config(directory)["config"].get("itm"):
-        raise InputError(f"--run {run} trained no ITM head, which alone looks at the top k; leave --top-k {top_k} out")
-    if is_frozen_run(directory):
-        return evaluate_frozen_run(
-            workspace, run, queries, truth, embeddings=embeddings, checkpoint=checkpoint, device=device, measure=measure
-        )
-    if embeddings is not None:
-        raise InputError(f"--run {run} embeds pictures itself; leave --embeddings {embeddings} out")
-    return evaluate_model_run(
-        workspace, run, queries, truth, checkpoint=checkpoint, top_k=top_k or TOP_K, device=device, measure=measure
-    )
+    from fnpipe.mining.data.truth import Truth
+
+    require_named(workspace, config)
+    stages = [] if config.embeddings is None else [workspace.stage(f"embeddings/{config.embeddings}")]
+    read = {stage.name: stage.digest for stage in stages}
+    runs = [f"run:{config.run}"] if config.run else []
+    with reading(workspace, read, "fnpipe evaluate"), reading_runs(workspace, runs, "fnpipe evaluate"):
+        truth = Truth.read(config.truth, workspace) if config.truth is not None else None
+        from fnpipe.train.evaluation.queries import read_queries  # torch loads here
+
+        measure, matched = None, {}
+        if config.eccv:
+            from fnpipe.train.evaluation.coco import coco_queries
+            from fnpipe.train.evaluation.eccv import read_coco_test
+
+            test = read_coco_test()
+            queries, matched["captions_by"] = coco_queries(workspace, test, config.coco_captions)
+            measure = test.figures
+        else:
+            queries = read_queries(workspace, config.on)
+        found = _evaluate(workspace, config, queries, truth, measure)
+        default = config.on is None and not config.eccv
+        summary = {"run": config.run, "embeddings": config.embeddings, "default_split": default, **matched, **found}
+        if config.run is not None:
+            keep_evaluation(workspace, config.run, "eccv" if config.eccv else found["on"], summary)
+    return summary
+
+
+def _evaluate(
+    workspace: Workspace, config: EvaluateConfig, queries: Queries, truth: Truth | None, measure: Measure | None
+) -> dict[str, Any]:
+    """The figures of what the config names, see `evaluate_model` and `evaluate_frozen`."""
+    from fnpipe.pipeline.workspace.embeddings import Embeddings
+    from fnpipe.train.evaluation import on_embeddings, retrieval
+
+    if config.run is None:
+        opened = Embeddings.open(workspace, config.embeddings)
+        return retrieval.evaluate_embeddings(opened, queries, truth, measure=measure)
+    of_run: dict[str, Any] = {"checkpoint": config.chosen_checkpoint, "device": config.device, "measure": measure}
+    if is_frozen_run(run_path(workspace, config.run)):
+        embeddings = config.embeddings
+        return on_embeddings.evaluate_frozen_run(workspace, config.run, queries, truth, embeddings=embeddings, **of_run)
+    top_k = config.top_k or retrieval.TOP_K
+    return retrieval.evaluate_run(workspace, config.run, queries, truth, top_k=top_k, **of_run)
 
 
 def describe_keys(method: str | None = None) -> list[tuple[str, str, str]]:

@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit
-from fnpipe.pipeline.errors import InputError
+from fnpipe.cli.options import Given, flags_of
+from fnpipe.train.evaluation.config import EvaluateConfig
 
 
-def evaluate_command(
-    workspace: WorkspaceArgument,
-    run: Annotated[
-        str | None,
-        typer.Option(help="Evaluate this run's best weights (adapter, vacsr: also another workspace's, by path)."),
-    ] = None,
-    embeddings: Annotated[
-        str | None,
-        typer.Option(help="Evaluate stored embeddings; with a run of adapter or vacsr: by it, on these."),
-    ] = None,
-    checkpoint: Annotated[
-        str | None, typer.Option(help="best, last, or epoch-004. Default: best if there is one, else last.")
-    ] = None,
-    on: Annotated[str | None, typer.Option(help="A split, or all. Default: test if there is one, else all.")] = None,
-    truth: Annotated[str | None, typer.Option(help="Truth file: R-Precision and mAP@R as well.")] = None,
-    eccv: Annotated[
-        bool, typer.Option("--eccv", help="COCO's 5k test: COCO 1k and 5k, CxC, ECCV Caption (fnpipe[eval]).")
-    ] = False,
-    coco_captions: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="With --eccv: captions_val2014.json or dataset_coco.json, for caption ids."),
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Candidates per query that the ITM head puts in order. Default: 24.")
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    json_: JsonFlag = False,
-) -> None:
+@flags_of(EvaluateConfig)
+def evaluate_command(workspace: WorkspaceArgument, *, given: Given, json_: JsonFlag = False) -> None:
     """Measure retrieval in both directions, by the two towers alone and re-ranked by the ITM head.
 
     Equal scores count as ties: every figure is the mean over their orders. --eccv takes COCO's 5,000 test images by
@@ -46,64 +19,12 @@ def evaluate_command(
 
     Example: fnpipe evaluate ws --run mafa --on test --truth truth.parquet
     """
-    if run is None and embeddings is None:
-        raise InputError("evaluate takes one of --run NAME and --embeddings NAME")
-    if top_k is not None and top_k < 1:
-        raise InputError(f"--top-k is {top_k}; it must be at least 1")
-    if run is None and (top_k is not None or checkpoint is not None):
-        what = f"--top-k {top_k}" if top_k is not None else f"--checkpoint {checkpoint}"
-        raise InputError(f"{what} goes with --run; without one the stored vectors are compared as they are")
-    if eccv and (on is not None or truth is not None):
-        raise InputError("--eccv brings its own images and its own truth; leave --on and --truth out")
-    if coco_captions is not None and not eccv:
-        raise InputError("--coco-captions goes with --eccv")
+    config = EvaluateConfig(**given)
+    from fnpipe.pipeline.workspace.workspace import Workspace
+    from fnpipe.train.methods import evaluate
 
-    from fnpipe.pipeline.workspace.workspace import Workspace, reading
-
-    opened = Workspace.open(workspace)
-    from fnpipe.mining.data.truth import Truth
-    from fnpipe.train.evaluation.queries import read_queries  # torch loads here
-    from fnpipe.train.runs.directory import keep_evaluation, reading_runs
-
-    read = [] if embeddings is None else [opened.stage(f"embeddings/{embeddings}")]
-    with (
-        reading(opened, {stage.name: stage.digest for stage in read if stage.meta()}, "fnpipe evaluate"),
-        reading_runs(opened, [f"run:{run}"] if run else [], "fnpipe evaluate"),
-    ):
-        known = Truth.read(truth, opened) if truth is not None else None
-        measure, matched = None, {}
-        if eccv:
-            from fnpipe.train.evaluation.coco import coco_queries
-            from fnpipe.train.evaluation.eccv import read_coco_test
-
-            test = read_coco_test()
-            queries, matched["captions_by"] = coco_queries(opened, test, coco_captions)
-            measure = test.figures
-        else:
-            queries = read_queries(opened, on)
-        if run is None:
-            from fnpipe.pipeline.workspace.embeddings import Embeddings
-            from fnpipe.train.evaluation.retrieval import evaluate_embeddings
-
-            found = evaluate_embeddings(Embeddings.open(opened, embeddings), queries, known, measure=measure)
-        else:
-            from fnpipe.train.methods import evaluate_run
-
-            found = evaluate_run(
-                opened,
-                run,
-                queries,
-                known,
-                embeddings=embeddings,
-                checkpoint=checkpoint or "best-or-last",
-                top_k=top_k,
-                device=device,
-                measure=measure,
-            )
-        summary = {"run": run, "embeddings": embeddings, "default_split": on is None and not eccv, **matched, **found}
-        if run is not None:
-            keep_evaluation(opened, run, "eccv" if eccv else found["on"], summary)
-    emit(summary, json_, lambda: _print_eccv(summary) if eccv else _print_figures(summary))
+    summary = evaluate(Workspace.open(workspace), config)
+    emit(summary, json_, lambda: _print_eccv(summary) if config.eccv else _print_figures(summary))
 
 
 def _print_figures(summary: dict[str, Any]) -> None:

@@ -7,33 +7,29 @@ from typing import Annotated, Any
 
 import typer
 
-from fnpipe.cli.app import EdgesOption, JsonFlag, WorkspaceArgument, emit
+from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit
+from fnpipe.cli.options import Given, flags_of
+from fnpipe.mining.exports.config import ExportConfig
 from fnpipe.pipeline.machine.shown import shown
 
 
+@flags_of(ExportConfig)
 def export_command(
     workspace: WorkspaceArgument,
     directory: Annotated[str, typer.Argument(metavar="DIR", help="A new directory to write to.")],
-    to: Annotated[str, typer.Option("--to", help="open_clip, sentence-transformers or hf.")],
-    edges: EdgesOption = None,
-    no_identity: Annotated[
-        bool, typer.Option("--no-identity", help="Leave out positives that the identity rule found.")
-    ] = False,
-    push: Annotated[
-        str | None, typer.Option(metavar="OWNER/NAME", help="Upload it to this data set of the Hugging Face Hub (hf).")
-    ] = None,
+    *,
+    given: Given,
     as_json: JsonFlag = False,
 ) -> None:
     """Write the train pairs with the mined positives as training data of another library.
 
     Example: fnpipe export work out --edges itm --to open_clip
     """
+    config = ExportConfig(**given)
     from fnpipe.mining.exports.stage import export
     from fnpipe.pipeline.workspace.workspace import Workspace
 
-    opened = Workspace.open(workspace)
-    chosen = opened.resolve("edges", edges, "--edges")
-    summary = export(opened, chosen, to, directory, identity=not no_identity, push=push)
+    summary = export(Workspace.open(workspace), config, directory)
 
     def render() -> None:
         pairs = f"{summary.recorded:,} recorded pairs and {summary.mined:,} mined ({summary.by_identity:,} by identity)"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from fnpipe.cli.app import EdgesOption, JsonFlag, WorkspaceArgument, emit
+from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit
+from fnpipe.cli.options import Given, flags_of
+from fnpipe.mining.views.config import InspectConfig
 from fnpipe.pipeline.machine.shown import shown
 
 if TYPE_CHECKING:
@@ -20,44 +20,33 @@ if TYPE_CHECKING:
 CELL = 200
 
 
-def inspect_command(
-    workspace: WorkspaceArgument,
-    edges: EdgesOption = None,
-    label: Annotated[str | None, typer.Option(help="Only positive, ambiguous or negative.")] = None,
-    source: Annotated[str | None, typer.Option(help="Only discriminator or identity.")] = None,
-    limit: Annotated[int, typer.Option(help="Rows in the terminal, the most probable first.")] = 20,
-    truth: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Mark rows as true or false, and measure all edges.")
-    ] = None,
-    tau_high: Annotated[float | None, typer.Option(help="See the labels of another threshold.")] = None,
-    tau_low: Annotated[float | None, typer.Option(help="See the labels of another threshold.")] = None,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write what was found as one page with pictures.")
-    ] = None,
-    as_json: JsonFlag = False,
-) -> None:
+@flags_of(InspectConfig)
+def inspect_command(workspace: WorkspaceArgument, *, given: Given, as_json: JsonFlag = False) -> None:
     """Look at mined connections: in the terminal, or as a page with pictures.
 
     Example: fnpipe inspect work --edges itm --label positive --limit 20 --html report.html
     """
+    config = InspectConfig(**given)
     from fnpipe.mining.data.truth import Truth
     from fnpipe.mining.edges.reader import EdgesInfo
     from fnpipe.mining.views.accuracy import stage_against_truth
     from fnpipe.mining.views.gallery import write_gallery
-    from fnpipe.mining.views.inspection import InspectConfig, inspect_edges
+    from fnpipe.mining.views.inspection import inspect_edges
     from fnpipe.pipeline.workspace.workspace import Workspace, reading
 
     opened = Workspace.open(workspace)
-    config = InspectConfig(label=label, source=source, limit=limit, tau_low=tau_low, tau_high=tau_high)
-    stage = opened.resolve("edges", edges, "--edges")
+    stage = opened.resolve("edges", config.edges, "--edges")
     with reading(opened, {stage.name: stage.digest}, "fnpipe inspect"):
-        known = Truth.read(truth, opened) if truth is not None else None
-        thresholds, notes = config.thresholds(stage), EdgesInfo.read(stage).notes
+        known = Truth.read(config.truth, opened) if config.truth is not None else None
+        info = EdgesInfo.read(stage)
+        thresholds, notes = info.other_thresholds(config.tau_low, config.tau_high), info.notes
         view = inspect_edges(stage, config, known)
         accuracy = stage_against_truth(stage, known, thresholds) if known is not None else None
         page = None
-        if html is not None:
-            page = write_gallery(opened, stage, html, known, label=label, source=source, thresholds=thresholds)
+        if config.html is not None:
+            page = write_gallery(
+                opened, stage, config.html, known, label=config.label, source=config.source, thresholds=thresholds
+            )
     summary = {
         "edges": stage.name.partition("/")[2],
         "labels": view.labels,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fnpipe.cli.app import EdgesOption, JsonFlag, WorkspaceArgument, emit, how_long
+from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit, how_long
 from fnpipe.cli.options import After, Given, flags_of
 from fnpipe.mining.connections.config import MineConfig
 from fnpipe.pipeline.errors import InputError
@@ -90,7 +90,7 @@ def mine_connections_command(
 
 def relabel_command(
     workspace: WorkspaceArgument,
-    edges: EdgesOption = None,
+    edges: Annotated[str | None, typer.Option(help="Which edges; the only ones there are if not given.")] = None,
     tau_high: TauHighOption = None,
     tau_low: TauLowOption = None,
     positive_share: Annotated[

@@ -8,41 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, emit
+from fnpipe.cli.options import After, Given, flags_of
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.shown import shown
+from fnpipe.train.falcon.keys import FalconKeys
 
 
+@flags_of(FalconKeys, left_open=True)
 def train_command(
     workspace: WorkspaceArgument = "",
-    method: Annotated[
-        str | None,
-        typer.Option(help="itc, albef, grit, mafa or falcon; on frozen embeddings: adapter or vacsr."),
-    ] = None,
-    run: Annotated[str | None, typer.Option(help="The name of the run: it goes to runs/NAME.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="fnpipe-tiny (default), albef-base, or an open_clip architecture.")
-    ] = None,
-    init: Annotated[str | None, typer.Option(help="A checkpoint file, run:NAME, demo, or a tag of --model.")] = None,
-    groups: Annotated[
-        str | None, typer.Option(help="The plan. Default: the only GRIT plan for grit and mafa, else random batches.")
-    ] = None,
-    edges: Annotated[
-        str | None,
-        typer.Option(help="The mined edges. Default: the only ones for mafa; optional for falcon, adapter and vacsr."),
-    ] = None,
-    embeddings: Annotated[
-        str | None, typer.Option(help="Stored embeddings (falcon, adapter, vacsr). Default: the only ones.")
-    ] = None,
-    epochs: Annotated[
-        int | None,
-        typer.Option(help="Default: 20; for fnpipe-tiny about 3,600 steps, on frozen embeddings about 1,536."),
-    ] = None,
-    reward: Annotated[
-        str | None,
-        typer.Option(help="What falcon's scheduler is rewarded for: mlm, or itg, the captioning loss of a CoCa."),
-    ] = None,
-    truth: Annotated[str | None, typer.Option(help="Truth file: count false negatives, report mAP@R.")] = None,
-    threads: Annotated[int | None, typer.Option(help="torch's threads. Default: torch's own choice.")] = None,
+    *,
+    given: Given,
+    run: Annotated[str | None, typer.Option(help="The name of the run: it goes to runs/NAME."), After("method")] = None,
     config: Annotated[str | None, typer.Option(help="YAML file of `key: value` lines.")] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key, as in --config; see --keys.")
@@ -72,7 +49,7 @@ def train_command(
     if keys:
         from fnpipe.train.methods import describe_keys, key_meanings
 
-        rows, meaning = describe_keys(method), key_meanings(method)
+        rows, meaning = describe_keys(given["method"]), key_meanings(given["method"])
         listed = {
             name: {"type": kind, "default": default, "meaning": meaning.get(name, "")} for name, kind, default in rows
         }
@@ -80,39 +57,21 @@ def train_command(
         return
     if not workspace or run is None:
         raise InputError("train needs a workspace and a name for the run: fnpipe train WORKSPACE --method M --run NAME")
-    flags = {
-        "method": method,
-        "model": model,
-        "init": init,
-        "groups": groups,
-        "edges": edges,
-        "embeddings": embeddings,
-        "epochs": epochs,
-        "reward": reward,
-        "truth": truth,
-        "threads": threads,
-    }
-
-    from fnpipe.pipeline.machine.progress import lines_now_and_then
-    from fnpipe.pipeline.workspace.workspace import Workspace
-    from fnpipe.train.learners.keys import METHODS, known_method
-    from fnpipe.train.learners.keys import read_values as read_values_of_models
-
     if resume and overwrite:
         raise InputError("--resume goes on with a run and --overwrite throws it away; give one of the two")
-    opened = Workspace.open(workspace)
-    # Mistakes are said before torch is loaded.
-    if method is not None and known_method(method) in METHODS:
-        read_values_of_models(flags, assignments or [], config)
-    from fnpipe.train.distributed import is_first
+    from fnpipe.pipeline.machine.progress import lines_now_and_then
+    from fnpipe.pipeline.workspace.workspace import Workspace
     from fnpipe.train.methods import read_values, train
     from fnpipe.train.runs.directory import find_run
 
+    opened = Workspace.open(workspace)
     if resume:
         find_run(opened, run)
-    values = read_values(opened, run, flags, assignments or [], config)
+    values = read_values(opened, run, given, assignments or [], config)
     with lines_now_and_then() as report:
-        summary = train(opened, values, run=run, resume=resume, overwrite=overwrite, report=report)
+        summary = train(opened, values, run=run, resume=resume, overwrite=overwrite, report=report)  # torch loads here
+    from fnpipe.train.distributed import is_first
+
     if is_first():
         emit(summary, json_, lambda: _print_training(workspace, summary))
 

@@ -37,7 +37,8 @@ from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.mining.plans.config import ALL, GroupConfig
 from fnpipe.mining.plans.stage import group, plan_epoch
 from fnpipe.mining.views.accuracy import edges_against_truth
-from fnpipe.mining.views.audit import AuditConfig, audit, hardest_negatives
+from fnpipe.mining.views.audit import audit, hardest_negatives
+from fnpipe.mining.views.config import AuditConfig
 from fnpipe.pipeline.embed.stage import EmbedConfig, embed
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
@@ -186,7 +187,7 @@ class Chain:
         images = self.workspace.splits()["train"]
         spaces = [m for m in self.regime.spaces if m <= images]
         config = AuditConfig(
-            embeddings=self.embeddings, batch_size=self.regime.batch_size, search_spaces=(*spaces, ALL), seed=0
+            embeddings=self.embeddings, batch_size=self.regime.batch_size, search_space=(*spaces, ALL), seed=0
         )
         rows = audit(self.workspace, config, self.truth).rows
         return {str(row.search_space or RANDOM): row.judged["truth"] for row in rows}

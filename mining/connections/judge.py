@@ -15,8 +15,9 @@ from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity
 from fnpipe.mining.data.keys import combination_keys
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator, Discriminator, EmbeddingDiscriminator
 from fnpipe.mining.discriminators.similarity import cosine
-from fnpipe.mining.edges.labels import DISCRIMINATOR, IDENTITY, LABELS, POSITIVE, SOURCES, label_candidates, named
+from fnpipe.mining.edges.labels import DISCRIMINATOR, IDENTITY, POSITIVE, label_candidates, named
 from fnpipe.mining.edges.reader import EDGES_SCHEMA, RECORDED_SCHEMA
+from fnpipe.mining.edges.thresholds import LABELS, SOURCES
 from fnpipe.pipeline.machine.progress import Advance
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace

@@ -12,8 +12,9 @@ import pyarrow as pa
 from fnpipe.mining.connections.candidates import Candidates
 from fnpipe.mining.data.keys import combination_keys
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator
-from fnpipe.mining.edges.labels import DISCRIMINATOR, SOURCES, codes_in
+from fnpipe.mining.edges.labels import DISCRIMINATOR, codes_in
 from fnpipe.mining.edges.reader import EdgesInfo, edge_parts, part_path, read_part
+from fnpipe.mining.edges.thresholds import SOURCES
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from fnpipe.mining.discriminators.protocol import ENTRY_POINTS, AnyDiscriminator
-from fnpipe.mining.edges.labels import DISCRIMINATOR, SOURCES, codes_in
+from fnpipe.mining.edges.labels import DISCRIMINATOR, codes_in
 from fnpipe.mining.edges.reader import read_edges
+from fnpipe.mining.edges.thresholds import SOURCES
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace

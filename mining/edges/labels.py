@@ -8,15 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from fnpipe.mining.edges.thresholds import LABELS, SOURCES
+
 UNSCORED, NEGATIVE, AMBIGUOUS, POSITIVE = -1, 0, 1, 2
-
-
-# The position in each tuple is the code.
-LABELS = ("negative", "ambiguous", "positive")
-
-
-SOURCES = ("discriminator", "identity")
-
 
 DISCRIMINATOR, IDENTITY = 0, 1
 

@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 
 from fnpipe.mining.data.identity import IDENTITY_BOUND
-from fnpipe.mining.edges.labels import LABELS, SOURCES, UNSCORED, codes_in
-from fnpipe.mining.edges.thresholds import check_thresholds
+from fnpipe.mining.edges.labels import UNSCORED, codes_in
+from fnpipe.mining.edges.thresholds import LABELS, SOURCES, check_thresholds
 from fnpipe.mining.edges.trust import Trust
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic, tables

@@ -12,16 +12,14 @@ from fnpipe.mining.data.identity import identity_notes
 from fnpipe.mining.edges.labels import (
     DISCRIMINATOR,
     IDENTITY,
-    LABELS,
     POSITIVE,
-    SOURCES,
     codes_in,
     labels_of,
     named,
     share_threshold,
 )
 from fnpipe.mining.edges.reader import EDGES_SCHEMA, NOT_MEASURED, edge_parts, read_part, recorded_parts
-from fnpipe.mining.edges.thresholds import check_thresholds
+from fnpipe.mining.edges.thresholds import LABELS, SOURCES, check_thresholds
 from fnpipe.mining.edges.trust import measure_trust, trust_file
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import tables

@@ -1,9 +1,12 @@
-"""The thresholds on p that give edges their labels."""
+"""The labels of edges, the thresholds on p that give them, and who says so: known before pyarrow is loaded."""
 
 from __future__ import annotations
 
 from fnpipe.pipeline.errors import InputError
 
+# The position in each tuple is the code.
+LABELS = ("negative", "ambiguous", "positive")
+SOURCES = ("discriminator", "identity")
 # MAFA's.
 TAU_LOW, TAU_HIGH = 0.5, 0.8
 

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 
-from fnpipe.mining.edges.labels import LABELS, NEGATIVE, POSITIVE, SOURCES, codes_in
+from fnpipe.mining.edges.labels import NEGATIVE, POSITIVE, codes_in
 from fnpipe.mining.edges.reader import edge_parts, read_part, shard_of_part
+from fnpipe.mining.edges.thresholds import LABELS, SOURCES
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.images.decode import BadImage, inspect_image, picture_ending
 from fnpipe.pipeline.workspace.pictures import Pictures

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from fnpipe.mining.edges.reader import EdgesInfo
 from fnpipe.mining.exports import card as export_card
+from fnpipe.mining.exports.config import ExportConfig
 from fnpipe.mining.exports.records import RECORDED, SURE_NEGATIVE, ImageRecord, Tally, read_records
-from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.destination import new_directory
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace, reading
-
-FORMS = ("open_clip", "sentence-transformers", "hf")
 
 
 @dataclass(frozen=True)
@@ -43,40 +42,26 @@ class ExportSummary:
     load: str
 
 
-def export(
-    workspace: Workspace,
-    edges: Stage,
-    form: str,
-    directory: str | Path,
-    *,
-    identity: bool = True,
-    push: str | None = None,
-) -> ExportSummary:
+def export(workspace: Workspace, config: ExportConfig, directory: str | Path) -> ExportSummary:
     """Write the train split with its mined positives for another library, and a README.md that says how to load it.
 
     open_clip: ``pairs.csv`` and ``one-per-image.csv`` (tab-separated: filepath, title, source) and ``images/``.
     sentence-transformers: ``triplets/`` and ``pairs/``, with what is known of their rows in ``about-triplets/`` and
     ``about-pairs/``. hf: ``data/``, one row per image with all its captions.
 
-    Args:
-        identity: take positives that the identity rule found, beside those of the discriminator.
-        push: a data set OWNER/NAME on the Hugging Face Hub to upload the folder to (hf only).
-
     Raises:
-        InputError: an unknown form, edges that are not finished, a directory that holds something already, or no
-            token to push with.
+        InputError: edges that are not finished, a directory that holds something already, or no token to push with.
     """
-    if form not in FORMS:
-        raise InputError(f"--to {form}: one of {', '.join(FORMS)}{nearest(form, list(FORMS))}")
-    edges.require()
+    edges = workspace.resolve("edges", config.edges, "--edges")
+    form, push = config.to, config.push
     if push is not None:
-        _require_push(form, push)
+        _require_token(push)
     place = os.path.realpath(directory)
     address = push or place
     tally = Tally()
     held = reading(workspace, {edges.name: edges.digest}, "fnpipe export")
     with held, new_directory(directory, "fnpipe export") as unfinished:
-        records = _with_progress(read_records(workspace, edges, tally, identity=identity), workspace.n_images)
+        records = _with_progress(read_records(workspace, edges, tally, identity=config.identity), workspace.n_images)
         rows, notes = _write(form, records, unfinished, Path(place))
         notes += [*_notes(form, tally), *EdgesInfo.read(edges).notes]
         text = export_card.card(form, address, tally.images, tally.captions, rows, [*_facts(edges), *notes])
@@ -136,12 +121,7 @@ def _facts(edges: Stage) -> list[str]:
     ]
 
 
-def _require_push(form: str, repository: str) -> None:
-    if form != "hf":
-        raise InputError(f"--push: only with --to hf, not with --to {form}")
-    owner, slash, name = repository.partition("/")
-    if not (owner and slash and name) or "/" in name:
-        raise InputError(f"--push {repository}: not OWNER/NAME")
+def _require_token(repository: str) -> None:
     from huggingface_hub import get_token
 
     if get_token() is None:

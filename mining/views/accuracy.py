@@ -11,8 +11,9 @@ import numpy as np
 from fnpipe.mining.data.ranking import auroc, average_precision
 from fnpipe.mining.data.train_pairs import read_train_pairs
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.labels import DISCRIMINATOR, POSITIVE, SOURCES, codes_in, labels_of
+from fnpipe.mining.edges.labels import DISCRIMINATOR, POSITIVE, codes_in, labels_of
 from fnpipe.mining.edges.reader import edge_parts, read_part
+from fnpipe.mining.edges.thresholds import SOURCES
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 # Enough to tell one true combination in a hundred thousand from none.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -24,12 +24,11 @@ from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.plans.config import ALL, GroupConfig
 from fnpipe.mining.plans.plan import read_plan
 from fnpipe.mining.plans.stage import plan_epoch
+from fnpipe.mining.views.config import AuditConfig, SearchSpace
 from fnpipe.mining.views.known_shares import Shares, shares_by_edges
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace, reading
-
-SearchSpace = int | Literal["all"]
 
 # Judges (image_ids, pair_ids), both (n,): 1.0 true, 0.0 false, NaN unknown.
 Verdict = Callable[[np.ndarray, np.ndarray], np.ndarray]
@@ -40,30 +39,6 @@ _QUANTILES = (5, 25, 50, 75, 95)
 _BINS = np.linspace(-1, 1, 201)
 # Pictures whose features a discriminator holds at a time, and threads that decode them.
 _JUDGED_AT_ONCE, _DECODERS = 128, 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditConfig:
-    """How ``fnpipe audit`` looks: one field per flag.
-
-    ``search_spaces`` None stands for 5, 10, 20 and 50 batches and ``all``, as far as the data set and the graph allow.
-    With ``edges`` the finished plans of the workspace are looked at as well, and what the edges know is said of all.
-    """
-
-    embeddings: str | None = None
-    edges: str | None = None
-    batch_size: int = GroupConfig.batch_size
-    search_spaces: tuple[SearchSpace, ...] | None = None
-    batches: int = 1000
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 2:
-            raise InputError(f"--batch-size {self.batch_size}: a batch of one pair has no negatives")
-        if self.batches < 1:
-            raise InputError(f"--batches {self.batches}: at least 1")
-        for space in self.search_spaces or ():
-            GroupConfig(batch_size=self.batch_size, search_space=space)
 
 
 @dataclass(frozen=True)
@@ -203,7 +178,7 @@ def _choose_spaces(
 ) -> tuple[list[SearchSpace], dict[str, str]]:
     """The search spaces to look at, and those left out by name, with the reason."""
     default = [n * config.batch_size for n in _SPACES_IN_BATCHES]
-    wanted: tuple[SearchSpace, ...] = config.search_spaces or (*default, ALL)
+    wanted: tuple[SearchSpace, ...] = config.search_space or (*default, ALL)
     if images < config.batch_size:
         raise InputError(f"{workspace.root}: {images} images make no batch of {config.batch_size}; use --batch-size")
     spaces: list[SearchSpace] = []
@@ -215,7 +190,7 @@ def _choose_spaces(
             skipped[str(space)] = f"larger than the {images} images"
         else:
             spaces.append(space)
-    if config.search_spaces and skipped:
+    if config.search_space and skipped:
         first, why = next(iter(skipped.items()))
         raise InputError(f"--search-space {first}: {why}")
     return spaces, skipped

@@ -23,8 +23,9 @@ import pyarrow.compute as pc
 from PIL import Image
 
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.labels import AMBIGUOUS, IDENTITY, POSITIVE, SOURCES, codes_in, labels_of
+from fnpipe.mining.edges.labels import AMBIGUOUS, IDENTITY, POSITIVE, codes_in, labels_of
 from fnpipe.mining.edges.reader import EdgesInfo, edge_parts, read_part
+from fnpipe.mining.edges.thresholds import SOURCES
 from fnpipe.mining.views.accuracy import EdgeAccuracy, stage_against_truth
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic

@@ -9,40 +9,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.labels import DISCRIMINATOR, IDENTITY, LABELS, SOURCES, codes_in, labels_of
+from fnpipe.mining.edges.labels import DISCRIMINATOR, IDENTITY, codes_in, labels_of
 from fnpipe.mining.edges.reader import EdgesInfo, edge_parts, read_part
-from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.mining.edges.thresholds import LABELS, SOURCES
+from fnpipe.mining.views.config import InspectConfig
 from fnpipe.pipeline.files.tables import codes_of
 from fnpipe.pipeline.workspace.workspace import Stage
 
 _COLUMNS = ["image_id", "pair_id", "caption", "similarity", "match_probability", "label", "source"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectConfig:
-    """Which edges to list, and how to see them.
-
-    Attributes:
-        label, source: only these; None for all. limit: rows, the most probable first, judged ones before identical.
-        tau_low, tau_high: label by these instead of the stored labels; what is stored does not change.
-    """
-
-    label: str | None = None
-    source: str | None = None
-    limit: int = 20
-    tau_low: float | None = None
-    tau_high: float | None = None
-
-    def __post_init__(self) -> None:
-        for flag, value, known in (("--label", self.label, LABELS), ("--source", self.source, SOURCES)):
-            if value is not None and value not in known:
-                raise InputError(f"{flag} {value}: one of {', '.join(known)}{nearest(value, list(known))}")
-        if self.limit < 1:
-            raise InputError(f"--limit {self.limit}: at least 1")
-
-    def thresholds(self, stage: Stage) -> tuple[float, float] | None:
-        """As `EdgesInfo.other_thresholds`."""
-        return EdgesInfo.read(stage).other_thresholds(self.tau_low, self.tau_high)
 
 
 @dataclass(frozen=True)
@@ -78,7 +52,7 @@ class EdgeView:
 def inspect_edges(stage: Stage, config: InspectConfig, truth: Truth | None = None) -> EdgeView:
     """Select edges, a part at a time; what is held is ``limit`` rows."""
     stage.require()
-    thresholds = config.thresholds(stage)
+    thresholds = EdgesInfo.read(stage).other_thresholds(config.tau_low, config.tau_high)
     counts, matching = np.zeros(len(LABELS), np.int64), 0
     best: pa.Table | None = None
     for path in edge_parts(stage):

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from fnpipe.mining.data.identity import Identity
-from fnpipe.mining.edges.labels import LABELS, POSITIVE, UNSCORED
+from fnpipe.mining.edges.labels import POSITIVE, UNSCORED
 from fnpipe.mining.edges.lookup import EdgeLookup
 from fnpipe.mining.edges.reader import EdgesInfo
+from fnpipe.mining.edges.thresholds import LABELS
 from fnpipe.pipeline.workspace.workspace import Stage
 
 # The label of what no edge speaks of.

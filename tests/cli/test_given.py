@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import typer
 
+from conftest import MakeWorkspace
 from fnpipe.cli import main as commands  # noqa: F401  registers every command
 from fnpipe.cli.main import app, run
 
@@ -114,6 +117,43 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_a_workspace_does_not_have_is_refused_without_torch(make_workspace: MakeWorkspace):
+    root = make_workspace(4, embeddings=(np.eye(4), np.eye(4))).root
+    (root / "runs" / "r").mkdir(parents=True)
+    (root / "runs" / "r" / "config.json").write_text('{"config": {"method": "itc"}, "inputs": {}}')
+    evaluate = ("evaluate", str(root), "--run", "r")
+    train = ("train", str(root), "--run", "new", "--method")
+    wrong = [
+        (*evaluate[:-1], "nope"),
+        (*evaluate, "--checkpoint", "nope"),
+        (*evaluate, "--embeddings", "clip"),
+        (*evaluate, "--top-k", "3"),
+        ("evaluate", str(root), "--embeddings", "nope"),
+        ("evaluate", str(root), "--embeddings", "clip", "--on", "nope"),
+        ("evaluate", str(root), "--embeddings", "clip", "--truth", "nope"),
+        *((*train, method, "--set", "lr=-1") for method in ("itc", "falcon", "adapter", "vacsr")),
+        *((*train, method, "--set", "nope=1") for method in ("itc", "falcon", "adapter", "vacsr")),
+        (*train, "vacsr", "--set", "hidden=0"),
+        (*train, "adapter", "--set", "map=linear", "--set", "hidden=3"),
+        *((*train, "adapter", f"--{kind}", "nope") for kind in ("embeddings", "groups", "edges")),
+        (*train, "adapter", "--set", "evaluate_on=nope"),
+        (*train, "itc", "--set", "device=meta"),
+        ("inspect", str(root), "--edges", "nope"),
+        ("export", str(root), "out", "--to", "hf", "--edges", "nope"),
+        ("audit", str(root), "--truth", "nope"),
+    ]
+    program = """
+import json, sys
+from fnpipe.cli.main import run
+for words in json.loads(sys.argv[1]):
+    assert run(words) == 2, words
+    assert "torch" not in sys.modules, words
+"""
+    done = subprocess.run([sys.executable, "-c", program, json.dumps(wrong)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == len(wrong), done.stderr
 
 
 def test_a_negative_seed_is_refused_by_every_command(capsys: pytest.CaptureFixture[str]):

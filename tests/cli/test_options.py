@@ -15,7 +15,7 @@ from fnpipe.mining.connections.config import MineConfig
 from fnpipe.mining.graph.config import GraphConfig
 from fnpipe.mining.plans.config import GroupConfig
 from fnpipe.pipeline.embed.config import EmbedConfig
-from fnpipe.pipeline.flags import flag, flag_of
+from fnpipe.pipeline.flags import flag, option_of
 from fnpipe.pipeline.shard.config import ShardConfig
 
 
@@ -72,5 +72,5 @@ def test_flags_stand_in_the_order_of_the_fields_and_where_they_say():
 
 @pytest.mark.parametrize("config", [ShardConfig, EmbedConfig, GraphConfig, GroupConfig, MineConfig])
 def test_every_field_of_a_stage_s_configuration_is_a_flag_but_those_whose_default_depends(config: type):
-    without = {field.name for field in fields(config) if flag_of(field) is None}
+    without = {field.name for field in fields(config) if option_of(field) is None}
     assert without == {EmbedConfig: {"name"}, MineConfig: {"tau_low", "tau_high"}}.get(config, set())

@@ -63,15 +63,22 @@ def test_train_then_evaluate_prints_results_on_stdout_and_progress_on_stderr(
         (["--run", "r", "--resume"], "no run 'r' (it has none"),
         (["--run", "r", "--resume", "--overwrite"], "--resume goes on with a run and --overwrite throws it away"),
         (["--run", "r", "--method", "itc", "--set", "device=tpu"], "tpu"),
+        (["--run", "r", "--method", "itc", "--set", "evaluate_on=nope"], "no split 'nope'"),
+        (["--run", "r", "--method", "itc", "--model", "ViT-B-32", "--init", "nope"], "neither a file nor a tag"),
         (["--run", "r", "--method", "itc", "--set", "batch_size=1"], "batch_size is 1; it must be at least 2"),
         (["--run", "r", "--method", "itc", "--set", "batch_size=9"], "8 images to train on; give at most 8"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(
-    make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+    make_workspace: MakeWorkspace,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    arguments: list[str],
+    words: str,
 ):
     workspace = make_workspace(8)
     assert run_cli(["train", str(workspace.root), *arguments]) == 2
+    assert not caplog.records
     said = capsys.readouterr().err
     assert said.count("\n") == 1, said
     assert words in said

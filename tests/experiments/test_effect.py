@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from conftest import ROOT
-from fnpipe.mining.edges.labels import LABELS, codes_in
+from fnpipe.mining.edges.labels import codes_in
 from fnpipe.mining.edges.reader import read_edges
+from fnpipe.mining.edges.thresholds import LABELS
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train.learners.keys import TrainConfig, make_config
 from fnpipe.train.model.build import load_model

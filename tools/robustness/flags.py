@@ -314,7 +314,6 @@ WRONG: dict[str, list[list[str]]] = {
         ["--eccv", "--truth", "nope"],
         ["--coco-captions", "nope"],
         ["--top-k", "0"],
-        ["--top-k", "3"],
     ],
     "export-model": [
         ["--run", "nope"],
@@ -344,7 +343,7 @@ FINE: dict[str, list[list[str]]] = {
     "export": [["--to", "hf", "--to", "sentence-transformers"]],
     "report": [["W/runs/r"], ["W"]],
     "train": [["--epochs", "2", "--epochs", "1"], ["--set", "lr=1e-4"], ["--set", "seed= 3 "]],
-    "evaluate": [["--on", "train", "--on", "all"]],
+    "evaluate": [["--on", "train", "--on", "all"], ["--top-k", "3"]],
     "export-model": [["--checkpoint", "best", "--checkpoint", "last"]],
 }
 

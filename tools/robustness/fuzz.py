@@ -43,7 +43,8 @@ from fnpipe.mining.edges.reader import EDGES_SCHEMA, read_edges
 from fnpipe.mining.edges.relabel import count_labels
 from fnpipe.mining.graph.graph import Graph
 from fnpipe.mining.plans.plan import PLAN_SCHEMA, read_plan
-from fnpipe.mining.views.inspection import InspectConfig, inspect_edges
+from fnpipe.mining.views.config import InspectConfig
+from fnpipe.mining.views.inspection import inspect_edges
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.images.decode import BadImage, decode_rgb, inspect_image
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
@@ -52,7 +53,8 @@ from fnpipe.pipeline.sources.rows import RowBuilder
 from fnpipe.pipeline.sources.source import ReadOptions, Tools
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
-from fnpipe.train.learners.keys import make_config, read_values
+from fnpipe.train.learners.keys import make_config
+from fnpipe.train.methods import read_values
 from fnpipe.train.model.load import load_run
 from fnpipe.train.status import status
 
@@ -493,11 +495,12 @@ def read_truth(data: bytes, place: Path) -> object:
 
 def read_yaml(data: bytes, place: Path) -> object:
     (place / "c.yaml").write_bytes(data)
+    workspace = Workspace.open(Made.root)
     with only_input_errors():
-        make_config(read_values({"method": "itc"}, [], str(place / "c.yaml")))
+        make_config(read_values(workspace, "r", {"method": "itc"}, [], str(place / "c.yaml")))
     text = data[:60].decode("utf-8", "replace").replace("\0", "")
     with only_input_errors():
-        make_config(read_values({"method": "itc"}, [f"lr={text}", text], None))
+        make_config(read_values(workspace, "r", {"method": "itc"}, [f"lr={text}", text]))
     return None
 
 

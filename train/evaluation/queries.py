@@ -9,12 +9,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fnpipe.mining.data.keys import combination_keys
-from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.tables import codes_of
 from fnpipe.pipeline.workspace.embeddings import Embeddings
-from fnpipe.pipeline.workspace.schemas import TEST
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.evaluation.metrics import Positives
+from fnpipe.train.evaluation.named import chosen_split
 
 
 @dataclass(frozen=True)
@@ -98,24 +98,16 @@ class Queries:
         return self.some(kept, np.ones(len(self.pair_ids), bool))
 
 
-def default_split(workspace: Workspace) -> str:
-    """``test`` if there is such a split, else ``all``."""
-    return TEST if TEST in workspace.splits() else "all"
-
-
 def read_queries(workspace: Workspace, on: str | None = None, limit: int | None = None, seed: int = 0) -> Queries:
     """The pictures and captions of a split (``all``: of every split).
 
     Args:
-        on: None: `default_split`. limit: so many pictures at most, drawn with ``seed``.
+        on: as `chosen_split` takes it. limit: so many pictures at most, drawn with ``seed``.
 
     Raises:
         InputError: there is no such split.
     """
-    on = on or default_split(workspace)
-    splits = sorted(workspace.splits())
-    if on != "all" and on not in splits:
-        raise InputError(f"{workspace.root}: no split {on!r} (it has {', '.join(splits)}){nearest(on, splits)}")
+    on = chosen_split(workspace, on)
     columns = ["pair_id", "image_id", "image_sha256", "caption"]
     queries = _queries(on, workspace.read_pairs(columns, split=None if on == "all" else on))
     n_images = len(queries.image_ids)

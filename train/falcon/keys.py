@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.keys import option
+from fnpipe.pipeline.flags import option
 from fnpipe.train.runs.keys import RunKeys
 
 FALCON = "falcon"
@@ -58,6 +58,8 @@ class FalconKeys(RunKeys):
         MLM,
         "falcon: what must decrease on the batch that a step was made on: mlm (the paper), or itg, the captioning loss"
         " of a CoCa, which is trained in the place of ITM and MLM.",
+        help="What falcon's scheduler is rewarded for: mlm, or itg, the captioning loss of a CoCa.",
+        after="epochs",
     )
     ahead: int = option(
         4,

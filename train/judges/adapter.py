@@ -25,8 +25,8 @@ from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.evaluation.on_embeddings import adapted_rows
 from fnpipe.train.keys import ADAPTER
 from fnpipe.train.model.adapter import AdapterNet
-from fnpipe.train.model.frozen_files import fitting_embeddings, is_frozen_run, load_frozen_run
-from fnpipe.train.runs.directory import run_path
+from fnpipe.train.model.frozen_files import fitting_embeddings, load_frozen_run
+from fnpipe.train.runs.directory import is_frozen_run, run_path
 
 
 def is_adapter(spec: str, workspace: Workspace) -> bool:

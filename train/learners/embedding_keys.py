@@ -6,14 +6,17 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.flags import option
 from fnpipe.pipeline.sources.splits import split_to_choose_by
-from fnpipe.train.keys import ADAPTER, VACSR, SessionKeys, check, option
-from fnpipe.train.model.adapter import AdapterNet
-from fnpipe.train.model.vacsr import HIDDEN, TILE, VacsrNet
-from fnpipe.train.objectives.vacsr import LossConfig
+from fnpipe.train.keys import ADAPTER, HIDDEN, TILE, VACSR, SessionKeys, check
+from fnpipe.train.objectives.vacsr_config import LossConfig
+
+if TYPE_CHECKING:
+    from fnpipe.train.model.adapter import AdapterNet
+    from fnpipe.train.model.vacsr import VacsrNet
 
 # What 12 epochs of 8,192 pairs are in batches of 64; more changed nothing.
 STEPS = 1536
@@ -118,6 +121,8 @@ class VacsrConfig(FrozenConfig):
         return self.hidden or HIDDEN * width
 
     def make_net(self, width: int) -> VacsrNet:
+        from fnpipe.train.model.vacsr import VacsrNet
+
         return VacsrNet(width, self.hidden_units(width), self.components, self.cosine_weight)
 
 
@@ -141,6 +146,8 @@ class AdapterConfig(FrozenConfig):
         return None if self.map == "linear" else self.hidden or HIDDEN * width
 
     def make_net(self, width: int) -> AdapterNet:
+        from fnpipe.train.model.adapter import AdapterNet
+
         return AdapterNet(width, self.hidden_units(width))
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from fnpipe.pipeline.errors import InputError, nearest
@@ -22,7 +21,7 @@ from fnpipe.train.falcon.keys import (
     check_falcon,
     resolve_falcon,
 )
-from fnpipe.train.keys import FROZEN, TINY, check, given_values, typed
+from fnpipe.train.keys import FROZEN, TINY, check
 
 # fnpipe-tiny makes about ten steps of 64 a second on one core: this many take minutes.
 TINY_STEPS = 3600
@@ -70,17 +69,6 @@ class TrainConfig(FalconKeys):
             return method
         alone = self.reward == ITG
         return dataclasses.replace(method, itm=not alone, mlm=not alone, ecm=self.edges is not None)
-
-
-def read_values(
-    flags: Mapping[str, Any], assignments: Sequence[str] = (), file: str | Path | None = None
-) -> dict[str, Any]:
-    """What the user said, checked and typed: a YAML file, over it the flags that were given and ``key=value`` texts.
-
-    Raises:
-        InputError: an unknown key (with the nearest known one), a value of the wrong type, a key given twice.
-    """
-    return {key: typed(key, value, TrainConfig) for key, value in given_values(flags, assignments, file).items()}
 
 
 def known_method(method: str) -> str:

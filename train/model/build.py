@@ -78,9 +78,9 @@ def _build(config: ModelConfig, *, load_weights: bool, device: str = "cpu") -> V
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """open_clip warns through the root logger that a model made without a checkpoint has random weights."""
+    """open_clip says through the root logger that weights are random, and what it raises as well."""
     before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
         yield
     finally:

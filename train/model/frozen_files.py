@@ -124,11 +124,6 @@ def save_beside(weights: Path, net: VacsrNet, model: VLModel) -> None:
     save_frozen(beside(weights), FrozenModel(VACSR, net, source))
 
 
-def is_frozen_run(directory: Path) -> bool:
-    """Whether a run was trained on frozen embeddings."""
-    return method_of_run(directory) in FROZEN
-
-
 def load_frozen_run(
     workspace: Workspace, name: str, method: str | None = None, checkpoint: str = "best-or-last"
 ) -> FrozenModel:

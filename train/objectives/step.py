@@ -11,15 +11,17 @@ from torch import nn
 
 from fnpipe.train.data.batches import Batch
 from fnpipe.train.distributed import gather_rows
+from fnpipe.train.keys import HIDDEN
 from fnpipe.train.model.coca import CAPTION_WEIGHT
 from fnpipe.train.model.fusion import Keys
 from fnpipe.train.model.model import VLModel
-from fnpipe.train.model.vacsr import HIDDEN, SeededNoise, VacsrNet
+from fnpipe.train.model.vacsr import SeededNoise, VacsrNet
 from fnpipe.train.objectives.contrastive import consistency_loss, itc_loss, itc_targets, sigmoid_itc_loss
 from fnpipe.train.objectives.ecm import Decisions, EcmConfig, ecm_decisions, hardest_pairs
 from fnpipe.train.objectives.masking import IGNORED, mask_tokens
 from fnpipe.train.objectives.matching import itm_loss, mlm_loss
-from fnpipe.train.objectives.vacsr import LossConfig, vacsr_loss
+from fnpipe.train.objectives.vacsr import vacsr_loss
+from fnpipe.train.objectives.vacsr_config import LossConfig
 
 
 @dataclass(frozen=True, kw_only=True)

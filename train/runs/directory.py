@@ -21,6 +21,7 @@ from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.digests import content_digests
 from fnpipe.pipeline.workspace.record import RUN_CONFIG, read_object
 from fnpipe.pipeline.workspace.workspace import Workspace, reading_run
+from fnpipe.train.keys import FROZEN
 
 CONFIG = RUN_CONFIG
 METRICS = "metrics.jsonl"
@@ -135,3 +136,8 @@ def reading_runs(workspace: Workspace, models: Iterable[str | None], command: st
 def method_of_run(directory: Path) -> str:
     """The method that a run was started with."""
     return str(read_run_config(directory).get("config", {}).get("method"))
+
+
+def is_frozen_run(directory: Path) -> bool:
+    """Whether a run was trained on frozen embeddings."""
+    return method_of_run(directory) in FROZEN

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from typing import Literal
 
-from fnpipe.train.keys import SessionKeys, option
+from fnpipe.pipeline.flags import option
+from fnpipe.train.keys import SessionKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,10 +18,20 @@ class RunKeys(SessionKeys):
     """
 
     method: Literal["itc", "albef", "grit", "mafa", "falcon"] = option(
-        MISSING, "itc, albef, grit, mafa or falcon (see METHODS)."
+        MISSING,
+        "itc, albef, grit, mafa or falcon (see METHODS).",
+        help="itc, albef, grit, mafa or falcon; on frozen embeddings: adapter or vacsr.",
     )
-    model: str | None = option(None, "fnpipe-tiny or an open_clip architecture; None: that of init, else fnpipe-tiny.")
-    init: str | None = option(None, "where the weights start: a checkpoint file, run:NAME, demo; None: from scratch.")
+    model: str | None = option(
+        None,
+        "fnpipe-tiny or an open_clip architecture; None: that of init, else fnpipe-tiny.",
+        help="fnpipe-tiny (default), albef-base, or an open_clip architecture.",
+    )
+    init: str | None = option(
+        None,
+        "where the weights start: a checkpoint file, run:NAME, demo; None: from scratch.",
+        help="A checkpoint file, run:NAME, demo, or a tag of --model.",
+    )
     image_size: int | None = option(None, "of the model (None: as the architecture, or init, has them).", low=1)
     fusion_layers: int | None = option(None, "of the model (None: as the architecture, or init, has them).", low=1)
     itc_loss: Literal["softmax", "sigmoid"] | None = option(
@@ -32,7 +43,9 @@ class RunKeys(SessionKeys):
         "bidirectional from scratch).",
     )
     groups: str | None = option(
-        None, "the plan; None: the only GRIT plan where the method needs one, else seeded random batches."
+        None,
+        "the plan; None: the only GRIT plan where the method needs one, else seeded random batches.",
+        help="The plan. Default: the only GRIT plan for grit and mafa, else random batches.",
     )
     materialized: str | None = option(
         None, "where fnpipe group --materialize has put the plan: its shards are read front to back."
@@ -41,18 +54,31 @@ class RunKeys(SessionKeys):
         None,
         "the mined edges; None: the only ones there are where the method needs some. With falcon they are optional, "
         "and treated as by mafa.",
+        help="The mined edges. Default: the only ones for mafa; optional for falcon, adapter and vacsr.",
     )
     embeddings: str | None = option(
-        None, "the stored embeddings that falcon's first epoch looks through; None: the only ones there are."
+        None,
+        "the stored embeddings that falcon's first epoch looks through; None: the only ones there are.",
+        help="Stored embeddings (falcon, adapter, vacsr). Default: the only ones.",
     )
-    truth: str | None = option(None, "a truth file, for the share of false negatives met and for mAP@R.")
+    truth: str | None = option(
+        None,
+        "a truth file, for the share of false negatives met and for mAP@R.",
+        help="Truth file: count false negatives, report mAP@R.",
+        after="epochs",
+    )
     agreement: str | None = option(
         None,
         "itm:RUN or itm:demo: run this discriminator on some batches, and log how often it would have said what was "
         "looked up.",
     )
     agreement_steps: int = option(50, "on every so manieth batch.", low=1)
-    epochs: int | None = option(None, "None: 20, for fnpipe-tiny as many as make about 3,600 steps.", low=1)
+    epochs: int | None = option(
+        None,
+        "None: 20, for fnpipe-tiny as many as make about 3,600 steps.",
+        low=1,
+        help="Default: 20; for fnpipe-tiny about 3,600 steps, on frozen embeddings about 1,536.",
+    )
     batch_size: int | None = option(
         None,
         "of random batches, and of falcon's (None: 64 for fnpipe-tiny, else 128, or all images where there are fewer);"
@@ -119,7 +145,12 @@ class RunKeys(SessionKeys):
     compile: bool = option(False, "run the transformer blocks through torch.compile.")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "auto is bf16 on a GPU that has it, else fp32.")
     device: str = option("auto", "auto, cpu, cuda.")
-    threads: int | None = option(None, "torch's threads for one process; None: torch's own choice.", low=1)
+    threads: int | None = option(
+        None,
+        "torch's threads for one process; None: torch's own choice.",
+        low=1,
+        help="torch's threads. Default: torch's own choice.",
+    )
     workers: int | None = option(
         None, "processes that decode; None: none where the pictures are kept in memory, else one per core.", low=0
     )

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
@@ -23,11 +24,18 @@ from test_gallery import write_edges
 from conftest import MakeWorkspace, flat_colour
 from fnpipe.cli.main import run
 from fnpipe.mining.exports import datasets as export_datasets
+from fnpipe.mining.exports import stage as exporting
+from fnpipe.mining.exports.config import ExportConfig
 from fnpipe.mining.exports.open_clip import known_false_negatives
 from fnpipe.mining.exports.records import ImageRecord, runs_of
-from fnpipe.mining.exports.stage import export
+from fnpipe.mining.exports.stage import ExportSummary
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace
+
+
+def export(workspace: Workspace, edges: Stage, form: str, directory: Path, **flags: Any) -> ExportSummary:
+    return exporting.export(workspace, ExportConfig(to=form, edges=edges.path.name, **flags), directory)
+
 
 PANDAS_MISSING = ["null", "NA", "None", "nan", "N/A", "NaN", "NULL", "n/a", "<NA>"]
 

@@ -20,7 +20,8 @@ from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.mining.plans.config import GroupConfig
 from fnpipe.mining.plans.plan import read_plan
 from fnpipe.mining.plans.stage import group
-from fnpipe.mining.views.audit import AuditConfig, audit, discriminator_judge, hardest_in_batch, hardest_negatives
+from fnpipe.mining.views.audit import audit, discriminator_judge, hardest_in_batch, hardest_negatives
+from fnpipe.mining.views.config import AuditConfig
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
@@ -77,7 +78,7 @@ def test_hardest_negatives_stay_inside_their_batch_and_know_their_recorded_simil
 
 def test_false_negatives_are_counted_against_the_truth(concepts: Workspace, truth_file: str):
     build_graph(concepts, GraphConfig(k=8))
-    config = AuditConfig(batch_size=6, search_spaces=(12, 30, 60, "all"))
+    config = AuditConfig(batch_size=6, search_space=(12, 30, 60, "all"))
     result = audit(concepts, config, Truth.read(truth_file, concepts))
     group(concepts, GroupConfig(batch_size=6, search_space="all"))
     hardest = hardest_negatives(read_plan(concepts.stage("groups/grit-all"), 0), Embeddings.open(concepts))
@@ -97,7 +98,7 @@ def test_other_judges_take_part_and_may_leave_combinations_open(concepts: Worksp
         return np.where(image_ids < 30, (image_ids + pair_ids) % 2, np.nan).astype(float)
 
     result = audit(
-        concepts, AuditConfig(batch_size=6, search_spaces=(12,)), judges={"odd": odd, "silent": lambda i, p: i * np.nan}
+        concepts, AuditConfig(batch_size=6, search_space=(12,)), judges={"odd": odd, "silent": lambda i, p: i * np.nan}
     )
     assert 0.2 < result.rows[0].judged["odd"] < 0.8
     assert result.rows[0].judged["silent"] is None
@@ -122,7 +123,7 @@ COLOURS = {flat_colour(i): i for i in range(60)}
 
 
 def test_a_discriminator_counts_what_it_finds_above_tau_high(concepts: Workspace, truth_file: str):
-    config = AuditConfig(batch_size=6, search_spaces=(12,))
+    config = AuditConfig(batch_size=6, search_space=(12,))
     judges = {
         "table": discriminator_judge(concepts, None, ByTable(), tau_high=0.8),
         "nothing": discriminator_judge(concepts, None, ByTable(), tau_high=0.9),
@@ -139,13 +140,13 @@ def test_default_spaces_that_do_not_fit_are_left_out_and_explicit_ones_refused(c
     assert [row.search_space for row in result.rows] == [None, 20, 40]
     assert set(result.skipped) == {"80", "200", "all"}
     with pytest.raises(InputError, match="fnpipe build-graph"):
-        audit(concepts, AuditConfig(batch_size=4, search_spaces=("all",)))
+        audit(concepts, AuditConfig(batch_size=4, search_space=("all",)))
     with pytest.raises(InputError, match="no multiple"):
-        AuditConfig(batch_size=4, search_spaces=(18,))
+        AuditConfig(batch_size=4, search_space=(18,))
 
 
 def test_fewer_batches_are_a_sample_of_whole_search_spaces(concepts: Workspace):
-    result = audit(concepts, AuditConfig(batch_size=4, search_spaces=(12,), batches=4))
+    result = audit(concepts, AuditConfig(batch_size=4, search_space=(12,), batches=4))
     assert [row.batches for row in result.rows] == [4, 6]
 
 

@@ -14,9 +14,10 @@ import pytest
 from browser import browse, find_browser
 from conftest import MakeWorkspace
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.labels import LABELS, SOURCES, label_candidates, named
+from fnpipe.mining.edges.labels import label_candidates, named
 from fnpipe.mining.edges.reader import EDGES_SCHEMA
 from fnpipe.mining.edges.relabel import finish_edges
+from fnpipe.mining.edges.thresholds import LABELS, SOURCES
 from fnpipe.mining.views.gallery import embeddable, render_page, write_gallery
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import tables

@@ -13,9 +13,10 @@ from test_train_loop import FAST, logged, write_plan
 
 from conftest import MakeWorkspace, flat_colour, png
 from fnpipe.mining.connections.stage import MineConfig, mine_connections
-from fnpipe.mining.edges.labels import LABELS, UNSCORED
+from fnpipe.mining.edges.labels import UNSCORED
 from fnpipe.mining.edges.reader import EdgesInfo, read_edges
 from fnpipe.mining.edges.relabel import relabel
+from fnpipe.mining.edges.thresholds import LABELS
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.keys import TINY

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fnpipe.pipeline.errors import InputError
-from fnpipe.train.learners.keys import TrainConfig, make_config, read_values, resolve
+from fnpipe.train.keys import given_values, typed
+from fnpipe.train.learners.keys import TrainConfig, make_config, resolve
 from fnpipe.train.methods import describe_keys, key_meanings
+
+
+def read_values(flags: dict[str, Any], assignments: Sequence[str] = (), file: Path | None = None) -> dict[str, Any]:
+    return {key: typed(key, value, TrainConfig) for key, value in given_values(flags, assignments, file).items()}
 
 
 def resolved(config: TrainConfig, **facts: Any) -> TrainConfig:

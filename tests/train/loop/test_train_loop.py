@@ -20,9 +20,10 @@ import pytest
 import torch
 
 from conftest import MakeWorkspace, flat_colour, png
-from fnpipe.mining.edges.labels import LABELS, SOURCES, named
+from fnpipe.mining.edges.labels import named
 from fnpipe.mining.edges.reader import EDGES_SCHEMA
 from fnpipe.mining.edges.relabel import finish_edges
+from fnpipe.mining.edges.thresholds import LABELS, SOURCES
 from fnpipe.mining.plans.plan import PLAN_SCHEMA
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import tables

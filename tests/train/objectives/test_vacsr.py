@@ -20,7 +20,8 @@ from fnpipe.train.model.vacsr import (
     logits_in_tiles,
     pair_scores,
 )
-from fnpipe.train.objectives.vacsr import LossConfig, reconstruction, sigma_expression, vacsr_loss
+from fnpipe.train.objectives.vacsr import reconstruction, sigma_expression, vacsr_loss
+from fnpipe.train.objectives.vacsr_config import LossConfig
 
 PLAIN = LossConfig()
 

@@ -1,0 +1,45 @@
+"""What ``fnpipe evaluate`` is asked: its flags, and which of them go together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.flags import flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig:
+    """What is measured, and on what: one field per flag."""
+
+    run: str | None = flag(
+        None, "Evaluate this run's best weights (adapter, vacsr: also another workspace's, by path)."
+    )
+    embeddings: str | None = flag(None, "Evaluate stored embeddings; with a run of adapter or vacsr: by it, on these.")
+    checkpoint: str | None = flag(None, "best, last, or epoch-004. Default: best if there is one, else last.")
+    on: str | None = flag(None, "A split, or all. Default: test if there is one, else all.")
+    truth: str | None = flag(None, "Truth file: R-Precision and mAP@R as well.")
+    eccv: bool = flag(False, "COCO's 5k test: COCO 1k and 5k, CxC, ECCV Caption (fnpipe[eval]).")
+    coco_captions: str | None = flag(
+        None, "With --eccv: captions_val2014.json or dataset_coco.json, for caption ids.", metavar="FILE"
+    )
+    top_k: int | None = flag(None, "Candidates per query that the ITM head puts in order. Default: 24.")
+    device: str = flag("auto", "auto, cpu or cuda.")
+
+    def __post_init__(self) -> None:
+        if self.run is None and self.embeddings is None:
+            raise InputError("evaluate takes one of --run NAME and --embeddings NAME")
+        if self.top_k is not None and self.top_k < 1:
+            raise InputError(f"--top-k is {self.top_k}; it must be at least 1")
+        if self.run is None and (self.top_k is not None or self.checkpoint is not None):
+            what = f"--top-k {self.top_k}" if self.top_k is not None else f"--checkpoint {self.checkpoint}"
+            raise InputError(f"{what} goes with --run; without one the stored vectors are compared as they are")
+        if self.eccv and (self.on is not None or self.truth is not None):
+            raise InputError("--eccv brings its own images and its own truth; leave --on and --truth out")
+        if self.coco_captions is not None and not self.eccv:
+            raise InputError("--coco-captions goes with --eccv")
+
+    @property
+    def chosen_checkpoint(self) -> str:
+        """As `fnpipe.train.runs.directory.checkpoint_path` takes it."""
+        return self.checkpoint or "best-or-last"

@@ -1,0 +1,56 @@
+"""What the flags of ``fnpipe evaluate`` name, looked for before torch is loaded."""
+
+from __future__ import annotations
+
+from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.workspace.schemas import TEST
+from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.evaluation.config import EvaluateConfig
+from fnpipe.train.runs.directory import checkpoint_path, is_frozen_run, read_run_config, run_path
+
+
+def require_named(workspace: Workspace, config: EvaluateConfig) -> None:
+    """Refuse what is not there, or does not go with the run.
+
+    Raises:
+        InputError: a run, a checkpoint, embeddings or a split that there is not; embeddings for a run that embeds
+            pictures itself; a ``top_k`` for one that has no ITM head.
+    """
+    if config.run is None:
+        workspace.resolve("embeddings", config.embeddings, "--embeddings")
+    else:
+        _require_run(workspace, config, config.run)
+    if not config.eccv:
+        chosen_split(workspace, config.on)
+
+
+def _require_run(workspace: Workspace, config: EvaluateConfig, run: str) -> None:
+    directory = run_path(workspace, run)
+    record = read_run_config(directory)
+    if "/" not in run:
+        # Of other pairs than it was trained on nobody knows which it has seen: the test split was drawn anew.
+        trained_on = record.get("inputs", {})
+        workspace.stage(f"runs/{run}").require_fresh({"pairs": trained_on.get("pairs", workspace.digest)})
+    if config.top_k is not None and not record["config"].get("itm"):
+        raise InputError(
+            f"--run {run} trained no ITM head, which alone looks at the top k; leave --top-k {config.top_k} out"
+        )
+    if config.embeddings is not None:
+        if not is_frozen_run(directory):
+            raise InputError(f"--run {run} embeds pictures itself; leave --embeddings {config.embeddings} out")
+        workspace.resolve("embeddings", config.embeddings, "--embeddings")
+    checkpoint_path(directory, config.chosen_checkpoint)
+
+
+def chosen_split(workspace: Workspace, on: str | None) -> str:
+    """``on``, a split or ``all``; None: ``test`` if there is such a split, else ``all``.
+
+    Raises:
+        InputError: there is no such split.
+    """
+    splits = sorted(workspace.splits())
+    if on is None:
+        return TEST if TEST in splits else "all"
+    if on != "all" and on not in splits:
+        raise InputError(f"{workspace.root}: no split {on!r} (it has {', '.join(splits)}){nearest(on, splits)}")
+    return on

@@ -56,24 +56,28 @@ class Generator:
 def synthetic_workspace(root: Path, pairs: int) -> Workspace:
     """Open the workspace of ``pairs`` synthetic pairs at ``root``; make it if it is not there."""
     if not (root / "fnpipe.json").exists():
-        _make(root, pairs)
+        _make_tables(root, pairs)
     workspace = Workspace.open(root)
     if workspace.n_pairs != pairs:
         raise SystemExit(f"{root} holds {workspace.n_pairs:,} pairs, not {pairs:,}")
+    _make_embeddings(workspace)
     return workspace
 
 
-def _make(root: Path, pairs: int) -> None:
+def _make_tables(root: Path, pairs: int) -> None:
     starts = range(0, pairs, PAIRS_PER_SHARD)
     counts = [min(PAIRS_PER_SHARD, pairs - start) for start in starts]
     for shard, (start, count) in enumerate(zip(starts, counts, strict=True)):
         tables.write_table(root / "pairs" / f"{shard:05d}.parquet", _pairs(shard, np.arange(start, start + count)))
         tables.write_table(root / "images" / f"{shard:05d}.parquet", IMAGES_SCHEMA.empty_table())
     write_manifest(root, counts)
-    workspace = Workspace.open(root)
+
+
+def _make_embeddings(workspace: Workspace) -> None:
     stage, generator = workspace.stage("embeddings/clip"), Generator()
-    stage.begin({"model": "synthetic"}, {"pairs": workspace.digest})
-    for shard, count in enumerate(counts):
+    if not stage.begin({"model": "synthetic"}, {"pairs": workspace.digest}):
+        return
+    for shard, count in enumerate(np.diff(workspace.image_starts).tolist()):
         images, texts = generator.draw(count)
         arrays.write_array(image_array_path(stage.path, shard), images)
         arrays.write_array(text_array_path(stage.path, shard), texts)

@@ -17,6 +17,9 @@ from fnpipe.mining.edges.reader import EdgesInfo, edge_parts, read_part
 from fnpipe.pipeline.machine.compiled import compiled
 from fnpipe.pipeline.workspace.workspace import Stage
 
+# A picture with one caption that stands in more rows is a placeholder: that its rows match says nothing, and the pairs
+# of them would be as many as the square of their number.
+MOST_ROWS = 64
 # Places that a row in conflict is offered elsewhere before it stays where it is.
 TRIES = 64
 
@@ -148,7 +151,8 @@ def _rows_of(row_of: np.ndarray, ids: np.ndarray) -> np.ndarray:
 def identical_rows(identity: Identity, images: np.ndarray, pair_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Rows a, b for which the identity rule calls the image of a and the caption of b a match; (m,) int32 each.
 
-    Every recorded (picture, caption) joins the rows that show the picture with the rows that have the caption.
+    Every recorded (picture, caption) joins the rows that show the picture with the rows that have the caption, unless
+    there are more than ``MOST_ROWS`` of either.
 
     Args:
         images, pair_ids: (n,) int64, image and caption of every row.
@@ -156,7 +160,7 @@ def identical_rows(identity: Identity, images: np.ndarray, pair_ids: np.ndarray)
     pictures, captions = np.divmod(identity.keys, len(identity.caption_codes))
     left, first_left, n_left = _matching(identity.picture_codes[images], pictures)
     right, first_right, n_right = _matching(identity.caption_codes[pair_ids], captions)
-    joined = n_left * n_right
+    joined = np.where(np.maximum(n_left, n_right) <= MOST_ROWS, n_left * n_right, 0)
     key = np.repeat(np.arange(len(joined)), joined)
     number = np.arange(len(key)) - np.repeat(np.cumsum(joined) - joined, joined)
     a = left[first_left[key] + number // n_right[key]]

@@ -15,6 +15,7 @@ from fnpipe.mining.data.identity import Identity
 from fnpipe.mining.plans.chain import chain, chain_order
 from fnpipe.mining.plans.config import GroupConfig
 from fnpipe.mining.plans.conflicts import (
+    MOST_ROWS,
     Conflicts,
     conflicts_among,
     conflicts_between,
@@ -284,6 +285,15 @@ def test_identical_rows_are_those_that_the_rule_matches(seed):
         (a, b) for a in range(len(rows)) for b in range(len(rows)) if a != b and identity.matches(rows[a], rows[b])
     }
     assert set(zip(left.tolist(), right.tolist(), strict=True)) == expected
+
+
+def test_a_placeholder_in_many_rows_makes_no_conflicts():
+    # Rows 0 to 64 are one picture with one caption, rows 65 and 66 another.
+    codes = np.repeat([0, 1], [MOST_ROWS + 1, 2])
+    identity = Identity(codes, codes, np.unique(codes * len(codes) + codes), 20, (0, 0))
+    rows = np.arange(len(codes))
+    left, right = identical_rows(identity, rows, rows)
+    assert sorted(zip(left.tolist(), right.tolist(), strict=True)) == [(65, 66), (66, 65)]
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,10 @@ An `Encoder` is all that ``embed`` asks for, so that a model trained here can be
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,23 +136,20 @@ def load_open_clip(
     name = check_model(name, pretrained)
     on = pick_device(device)
     chosen = pick_precision(precision, on)
-    tag = open_clip.get_pretrained_cfg(name, pretrained) if pretrained else {}
-    if pretrained and not tag:
-        require_room(name, pretrained)
-    reachable = True
+    tag = published_tag(name, pretrained)
     try:
-        with hub.or_cache() if tag or _needs_hub(name) else nullcontext(True) as reachable:
-            model = open_clip.create_model(
-                name,
-                pretrained=pretrained,
-                # Weights trained with QuickGELU are worth less under the plain one; open_clip only warns.
-                force_quick_gelu=bool(tag.get("quick_gelu")),
-                force_preprocess_cfg=None if tag else published_preprocessing(name),
-            ).eval()
+        with hub.or_cache(bool(tag) or _needs_hub(name)):
+            model = create_model(name, pretrained).eval()
             tokenizer = open_clip.get_tokenizer(name)
+    except InputError:
+        raise
+    except hub.NotCached as error:
+        what = f"--pretrained {pretrained} of {name}" if pretrained else name
+        raise InputError(
+            f"{what}: {error}; fetch it where there is a network, give a checkpoint file with --pretrained FILE, or "
+            "embed with --model run:NAME, a model trained here"
+        ) from None
     except Exception as error:
-        if not reachable:
-            raise InputError(not_cached(name, pretrained)) from None
         # Whatever a loader raises here is the trouble of the file, the cache or the network.
         raise InputError(
             f"{pretrained or name}: cannot be loaded as {name} ({type(error).__name__}: {one_line(error)}); give a "
@@ -172,21 +170,68 @@ def load_open_clip(
     return OpenClipEncoder(model, tokenizer, transform, int(config["embed_dim"]), description, on, dtype)
 
 
+def create_model(
+    name: str,
+    pretrained: str | None = None,
+    *,
+    device: torch.device | str = "cpu",
+    quick_gelu: bool = False,
+    image_size: int | None = None,
+    preprocess: Mapping[str, Any] | None = None,
+) -> torch.nn.Module:
+    """Build a model of open_clip's, float32, with its published weights, those of a file, or random ones.
+
+    Args:
+        name: as in `load_open_clip`. pretrained: a tag or a file; what open_clip needs of the hub is the caller's to
+            ask for, with `hub.or_cache`.
+        quick_gelu: also where the tag does not ask for it. image_size: None: the architecture's.
+        preprocess: for weights without a tag; None: what the architecture's published weights agree on.
+
+    Raises:
+        InputError: the file is too small. Anything else: as open_clip says that it cannot load something.
+    """
+    import open_clip
+
+    tag = published_tag(name, pretrained)
+    if pretrained and not tag and Path(pretrained).is_file():
+        require_room(name, pretrained)
+    with without_warnings():
+        model: torch.nn.Module = open_clip.create_model(
+            name,
+            pretrained=pretrained,
+            device=device,
+            # With the other activation weights are worth much less, and open_clip only warns.
+            force_quick_gelu=quick_gelu or bool(tag.get("quick_gelu")),
+            force_image_size=image_size,
+            force_preprocess_cfg=None if tag else dict(preprocess or published_preprocessing(name) or {}) or None,
+        )
+    return model
+
+
+def published_tag(name: str, pretrained: str | None) -> Mapping[str, Any]:
+    """What open_clip knows of published weights; empty where they are a file or none."""
+    import open_clip
+
+    return open_clip.get_pretrained_cfg(name, pretrained) if pretrained else {}
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """open_clip says through the root logger that weights are random, and what it raises as well."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
 def _needs_hub(name: str) -> bool:
     """Whether a model's files, or its tokenizer's, come from the model hub."""
     import open_clip
 
     text = (open_clip.get_model_config(name) or {}).get("text_cfg", {}) if ":" not in name else {}
     return name.startswith("hf-hub:") or "hf_tokenizer_name" in text or "hf_model_name" in text
-
-
-def not_cached(name: str, pretrained: str | None) -> str:
-    """What to say of a model that would have to be fetched where there is no network."""
-    what = f"--pretrained {pretrained} of {name}" if pretrained else name
-    return (
-        f"{what}: not in the cache, and the model hub cannot be reached; fetch it where there is a network, give a "
-        "checkpoint file with --pretrained FILE, or embed with --model run:NAME, a model trained here"
-    )
 
 
 def check_model(name: str, pretrained: str | None) -> str:

@@ -22,12 +22,28 @@ def answers() -> bool:
     return True
 
 
+class NotCached(Exception):
+    """What was asked of the hub cannot be had."""
+
+    def __init__(self) -> None:
+        super().__init__("not in the cache, and the model hub cannot be reached")
+
+
 @contextmanager
-def or_cache() -> Iterator[bool]:
-    """Whether the hub answers; where it does not, its library reads its cache alone, instead of trying for a minute.
+def or_cache(needed: bool = True) -> Iterator[None]:
+    """Where the hub does not answer, let its library read its cache alone, instead of trying for a minute.
 
     The libraries' warnings are left out: what went wrong is in the exception, which the caller turns into one line.
+
+    Args:
+        needed: False: nothing comes from the hub, and it is not asked.
+
+    Raises:
+        NotCached: the block failed, and the hub does not answer.
     """
+    if not needed:
+        yield
+        return
     import huggingface_hub
 
     constants = huggingface_hub.constants
@@ -35,7 +51,11 @@ def or_cache() -> Iterator[bool]:
     constants.HF_HUB_OFFLINE = before or not reachable
     logging.disable(logging.ERROR)
     try:
-        yield reachable
+        yield
+    except Exception as error:
+        if reachable:
+            raise
+        raise NotCached from error
     finally:
         logging.disable(silenced)
         constants.HF_HUB_OFFLINE = before

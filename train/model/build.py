@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from fnpipe.pipeline.embed.open_clip import published_preprocessing, require_room
+from fnpipe.pipeline.embed.open_clip import create_model, published_tag
 from fnpipe.pipeline.errors import InputError, nearest, one_line
 from fnpipe.pipeline.machine import hub
 from fnpipe.train.keys import TINY
@@ -36,62 +33,41 @@ def build_model(config: ModelConfig) -> VLModel:
 
 
 def _build(config: ModelConfig, *, load_weights: bool, device: str = "cpu") -> VLModel:
-    import open_clip
-
     tiny.register()
     name = config.architecture
     layout = architecture_layout(name, captions=True)
     pretrained = config.pretrained if load_weights else None
-    tag = open_clip.get_pretrained_cfg(name, pretrained) if pretrained else {}
-    if pretrained and Path(pretrained).is_file():
-        require_room(name, pretrained)
-    # With the other activation a checkpoint is worth much less, and open_clip only warns.
+    tag = published_tag(name, pretrained)
     config = replace(config, quick_gelu=config.quick_gelu or bool(tag.get("quick_gelu")))
-    reachable = True
+    # Asking for the size that it has anyway would resize the position embedding of timm's towers.
+    size = None if config.image_size == layout["vision_cfg"]["image_size"] else config.image_size
+    # A stored model's preprocessing is in its config.
+    preprocess = config.preprocess or _PREPROCESS.get(name)
     try:
-        with without_warnings(), hub.or_cache() if tag else nullcontext(True) as reachable:
-            clip = open_clip.create_model(
+        with hub.or_cache(bool(tag)):
+            clip = create_model(
                 name,
-                pretrained=pretrained,
+                pretrained,
                 device=device,
-                force_quick_gelu=config.quick_gelu,
-                # Asking for the size that it has anyway would resize the position embedding of timm's towers.
-                force_image_size=None if config.image_size == layout["vision_cfg"]["image_size"] else config.image_size,
-                force_preprocess_cfg=None if tag else _preprocess(config),
-                pretrained_image=False,
+                quick_gelu=config.quick_gelu,
+                image_size=size,
+                preprocess=preprocess,
             )
+    except InputError:
+        raise
+    except hub.NotCached as error:
+        raise InputError(
+            f"--init {pretrained} of {name}: {error}; fetch it where there is a network, or give a checkpoint file"
+        ) from None
     except Exception as error:
         if pretrained is None:
             raise
-        if not reachable:
-            raise InputError(
-                f"--init {pretrained} of {name}: not in the cache, and the model hub cannot be reached; fetch it where "
-                "there is a network, or give a checkpoint file"
-            ) from None
         raise InputError(_bad_checkpoint(name, pretrained, error)) from error
     if coca.is_coca(clip) and pretrained is None:
         coca.start_decoder(clip)
     context, vocabulary = layout["text_cfg"].get("context_length", 77), layout["text_cfg"].get("vocab_size", 49408)
     tokenizer = tiny_tokenizer(context) if name == TINY else open_clip_tokenizer(name, context, vocabulary)
     return VLModel(clip, tokenizer, _resolved(config, clip))
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """open_clip says through the root logger that weights are random, and what it raises as well."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-def _preprocess(config: ModelConfig) -> dict[str, Any] | None:
-    """The preprocessing of a model whose checkpoint brings none; a stored model's is in its config."""
-    if config.preprocess is not None:
-        return dict(config.preprocess)
-    return _PREPROCESS.get(config.architecture) or published_preprocessing(config.architecture)
 
 
 # The preprocessing of our own architectures; all others have open_clip's. Drawn scenes and emoji are whole pictures, of

@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
+from fnpipe.pipeline.embed.open_clip import create_model
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.destination import new_directory
 from fnpipe.train.keys import TINY
 from fnpipe.train.model import tiny
-from fnpipe.train.model.build import architecture_layout, without_warnings
+from fnpipe.train.model.build import architecture_layout
 from fnpipe.train.model.model import VLModel
 from fnpipe.train.model.tokenizer import write_tokenizer
 
@@ -147,9 +148,8 @@ def _difference(model: VLModel, directory: Path) -> float:
 
     name, device = f"local-dir:{directory}", model.temp.device
     try:
-        with without_warnings():
-            clip: Any = open_clip.create_model(name, device=device).eval()
-            tokenize = open_clip.get_tokenizer(name)
+        clip: Any = create_model(name, device=device).eval()
+        tokenize = open_clip.get_tokenizer(name)
     except ImportError as error:
         raise InputError(f"{model.config.architecture}: its tokenizer needs the package transformers") from error
     size = model.image_size

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +122,12 @@ def open_clip_tokenizer(architecture: str, context_length: int, vocabulary_size:
     import open_clip
 
     settings = (open_clip.get_model_config(architecture) or {}).get("text_cfg", {})
-    needs_hub = "hf_tokenizer_name" in settings
-    reachable = True
     try:
-        with hub.or_cache() if needs_hub else nullcontext(True) as reachable:
+        with hub.or_cache("hf_tokenizer_name" in settings):
             tokenizer = open_clip.get_tokenizer(architecture, context_length=context_length)
     except Exception as error:
         # Anything can go wrong between a missing package and a tokenizer that is neither cached nor reachable.
-        reason = one_line(error) if reachable else "they are not in the cache, and the model hub cannot be reached"
+        reason = f"they are {error}" if isinstance(error, hub.NotCached) else one_line(error)
         raise InputError(
             f"{architecture}: its tokenizer needs the package transformers and its files: {reason}"
         ) from error

@@ -8,11 +8,16 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from tiny_encoders import tiny_model
 
+from conftest import png
+from fnpipe.cli.main import run
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.train.judges.encoder import RunEncoder, load_encoder
 from fnpipe.train.model.build import build_model, save_model
 from fnpipe.train.model.config import ModelConfig
+from fnpipe.train.model.load import starting_model
 from fnpipe.train.model.model import VLModel
 
 
@@ -80,3 +85,23 @@ def test_a_run_of_the_workspace_is_found_by_name(model: VLModel, make_workspace)
     for wrong in ("run:frist", "clip", "itm:first"):
         with pytest.raises(InputError):
             load_encoder(wrong, workspace)
+
+
+def test_a_model_of_open_clip_trained_here_embeds_in_bf16(make_workspace, tmp_path):
+    tiny = tiny_model(tmp_path / "models")
+    workspace = make_workspace(
+        6, pictures=[png((40 * i, 255 - 40 * i, 9 * i)) for i in range(6)], texts=[f"{i} birds" for i in range(6)]
+    )
+    made = starting_model(workspace, tiny.name, str(tiny.checkpoint), {"fusion_layers": 1})
+    directory = workspace.root / "runs/a"
+    save_model(made, directory / "checkpoints/last.safetensors")
+    (directory / "config.json").write_text(json.dumps({"config": {"method": "itc"}, "complete": True, "inputs": {}}))
+    for precision in ("fp32", "bf16"):
+        flags = ["--model", "run:a", "--precision", precision, "--name", precision, "--device", "cpu"]
+        assert run(["embed", str(workspace.root), *flags]) == 0
+    whole, half = (Embeddings.open(workspace, name) for name in ("fp32", "bf16"))
+    assert half.meta["precision"] == "bf16"
+    for exact, rounded in ((whole.images, half.images), (whole.texts, half.texts)):
+        a, b = (rows.take(np.arange(6)) for rows in (exact, rounded))
+        assert ((a * b).sum(1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)).min() > 0.999
+        assert not np.array_equal(a, b)

@@ -9,9 +9,10 @@ import open_clip
 import pytest
 import torch
 
+from fnpipe.pipeline.embed.open_clip import published_preprocessing
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train.model import tiny
-from fnpipe.train.model.build import _preprocess, build_model, load_model, save_model
+from fnpipe.train.model.build import build_model, load_model, save_model
 from fnpipe.train.model.config import ModelConfig
 from fnpipe.train.model.model import VLModel
 
@@ -347,8 +348,10 @@ def test_grad_checkpointing_changes_no_gradient(pixels: torch.Tensor):
 
 def test_pictures_are_prepared_as_the_architectures_published_weights_were():
     assert build_model(ModelConfig(architecture="ViT-S-32", fusion_layers=1)).transform.resize_mode == "shortest"
-    assert _preprocess(ModelConfig(architecture="ViT-B-16-SigLIP"))["mean"] == (0.5, 0.5, 0.5)
-    assert _preprocess(ModelConfig(architecture="ViT-B-16-SigLIP"))["resize_mode"] == "squash"
+    published = published_preprocessing("ViT-B-16-SigLIP")
+    assert published is not None
+    assert published["mean"] == (0.5, 0.5, 0.5)
+    assert published["resize_mode"] == "squash"
 
 
 def test_our_architectures_are_in_open_clips_list():

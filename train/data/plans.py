@@ -108,6 +108,21 @@ class WithoutPairs:
         return EpochPlan(starts, plan.image_ids[kept], plan.pair_ids[kept])
 
 
+class Warmed:
+    """The batches of a plan after epochs in which its pairs stand in random ones, as many and as large."""
+
+    def __init__(self, source: BatchSource, epochs: int, seed: int) -> None:
+        self.source, self.epochs, self.seed = source, epochs, seed
+        self.batch_size, self.grouped = source.batch_size, source.grouped
+
+    def epoch(self, epoch: int) -> EpochPlan:
+        plan = self.source.epoch(epoch)
+        if epoch >= self.epochs:
+            return plan
+        order = np.random.default_rng([self.seed, epoch, 0xBB]).permutation(len(plan.pair_ids))
+        return EpochPlan(plan.starts, plan.image_ids[order], plan.pair_ids[order])
+
+
 def batches_of_rank(n_batches: int, rank: int, world: int) -> range:
     """The batches of an epoch that ``rank`` takes: rank, rank + world, ...; as many for every rank.
 

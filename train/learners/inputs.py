@@ -25,7 +25,7 @@ from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 from fnpipe.train.data.augment import make_augment
 from fnpipe.train.data.batches import DecodingLoader, FittedLoader, Loader, Pixels
 from fnpipe.train.data.pictures import FittedPictures, Samples
-from fnpipe.train.data.plans import BatchSource, RandomBatches, WithoutPairs, check_batch_size, planned_batches
+from fnpipe.train.data.plans import BatchSource, RandomBatches, Warmed, WithoutPairs, check_batch_size, planned_batches
 from fnpipe.train.data.stream import MaterializedPictures
 from fnpipe.train.falcon.batches import FalconSource
 from fnpipe.train.falcon.keys import FALCON, choose_search_space
@@ -91,6 +91,12 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
     check_batch_size(source.batch_size, config.batch_size, workspace)
     if config.min_recorded_probability > 0 and not isinstance(source, FalconSource):
         source = WithoutPairs(source, doubted_pairs(find_edges(workspace, config), config.min_recorded_probability))
+    if config.warm:
+        if isinstance(source, FalconSource) or not source.grouped or config.materialized is not None:
+            raise InputError(
+                f"warm is {config.warm}, and goes before the batches of a GRIT plan that is not materialized"
+            )
+        source = Warmed(source, config.warm, config.seed)
     edges, bound, thresholds = None, IDENTITY_BOUND, (TAU_LOW, TAU_HIGH)
     if config.method_losses.ecm or config.edges is not None:
         stage = find_edges(workspace, config)

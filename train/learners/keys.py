@@ -137,6 +137,10 @@ def resolve(
         for key, value in (("smoothing", smoothing), ("gather", config.gather), ("consistency", config.consistency)):
             if value:
                 raise InputError(f"{key} is {value}, which the sigmoid loss does not have; leave it out")
+    itm = method.itm if config.itm is None else config.itm
+    for key, drawn in (("itm_easy", config.itm_easy > 0), ("itm_top", config.itm_top > 1)):
+        if drawn and not itm:
+            raise InputError(f"{key} is {getattr(config, key)}, and the run trains no matching head; leave it out")
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if cuda and bf16 else "fp32"
@@ -149,7 +153,7 @@ def resolve(
         text_attention=text_attention,
         epochs=epochs,
         batch_size=batch_size,
-        itm=method.itm if config.itm is None else config.itm,
+        itm=itm,
         mlm=method.mlm if config.mlm is None else config.mlm,
         smoothing=smoothing,
         tau_low=thresholds[0],

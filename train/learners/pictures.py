@@ -29,6 +29,7 @@ from fnpipe.train.falcon.batches import FalconSource
 from fnpipe.train.falcon.keys import ITG, check_reward
 from fnpipe.train.falcon.scheduler import Falcon
 from fnpipe.train.judges.itm import load_discriminator
+from fnpipe.train.judges.weak_head import weak_head
 from fnpipe.train.keys import TINY
 from fnpipe.train.learners.inputs import Inputs, cut_captions, init_digest, make_loader, open_inputs
 from fnpipe.train.learners.keys import TrainConfig, resolve
@@ -89,6 +90,9 @@ def open_pictures(
         thresholds=inputs.thresholds,
     )
     learner = PictureLearner(config, inputs, model.to(world.device), world)
+    begins_hard = inputs.source.grouped and learner.falcon is None and not config.warm
+    if config.init is not None and config.itm and begins_hard and world.first:
+        learner.notes = [*learner.notes, *weak_head(workspace, model, inputs.samples)]
     learner.con_d = con_d
     if con_d is None and config.agreement is not None:
         learner.con_d = load_discriminator(config.agreement, workspace, world.device)
@@ -322,4 +326,6 @@ def _ecm_config(config: TrainConfig) -> EcmConfig:
         false_negatives=config.false_negatives if config.method_losses.ecm else "ignore",
         unscored=config.unscored if config.method_losses.ecm else "negative",
         second=config.second,
+        top=config.itm_top,
+        easy=config.itm_easy,
     )

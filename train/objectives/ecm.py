@@ -29,6 +29,10 @@ class EcmConfig:
     second: Literal["plain", "next-negative"] = "plain"
     """What takes a left-out one's place: the next hardest whatever its p (the released code), or the next hardest that
     is no known positive."""
+    top: int = 1
+    """The negative that is judged is drawn from so many of a row's most similar candidates; 1: the hardest."""
+    easy: int = 0
+    """Random negatives of ITM for every row beside it."""
 
     def __post_init__(self) -> None:
         check(self)
@@ -44,7 +48,8 @@ class Decisions:
 
     Attributes:
         itm_images, itm_texts, itm_labels: (n,) int64, the combinations that ITM judges and their labels: the B own
-            pairs first (label 1), then one for every text, then one for every image; fewer where no candidate is left.
+            pairs first (label 1), then one for every text, then one for every image, fewer where no candidate is left;
+            then the easy ones of every text, and of every image.
         mlm_images, mlm_texts: (m,) int64: the B own pairs, then the new positives, each once.
         positives_i2t, positives_t2i: (B, B) bool, the new positive of each row.
         dropped_i2t, dropped_t2i: (B, B) bool, what leaves the row's softmax.
@@ -82,7 +87,11 @@ class _Rows:
 
 
 def ecm_decisions(
-    sim_i2t: torch.Tensor, label: torch.Tensor | None, recorded: torch.Tensor | None, config: EcmConfig
+    sim_i2t: torch.Tensor,
+    label: torch.Tensor | None,
+    recorded: torch.Tensor | None,
+    config: EcmConfig,
+    generator: torch.Generator | None = None,
 ) -> Decisions:
     """Efficient connection mining (MAFA), with the verdict looked up instead of computed in the step.
 
@@ -96,14 +105,18 @@ def ecm_decisions(
         label: (B, B) int8 codes of ``LABELS`` for image i and text j, -1 where not judged; None: nothing is.
         recorded: (B, B) bool, combinations that are no candidates for a negative because the data set records them (the
             same image's captions); the diagonal always is one. None: the diagonal alone.
+        generator: on the CPU, for what ``config`` has drawn; not needed where it draws nothing.
     """
     size, device = len(sim_i2t), sim_i2t.device
     own = torch.eye(size, dtype=torch.bool, device=device)
     recorded = own if recorded is None else recorded | own
     label = torch.full(sim_i2t.shape, UNSCORED, device=device) if label is None else label
     sim = sim_i2t.detach()
-    images = _judge_rows(sim, label, ~recorded, config)
-    texts = _judge_rows(sim.T, label.T, ~recorded.T, config)
+    images = _judge_rows(sim, label, ~recorded, config, generator)
+    texts = _judge_rows(sim.T, label.T, ~recorded.T, config, generator)
+    unknown = ~recorded if config.false_negatives == "ignore" else ~recorded & (label != POSITIVE)
+    easy_image, easy_texts = _easy(unknown, config.easy, generator)
+    easy_text, easy_images = _easy(unknown.T, config.easy, generator)
 
     convert, drop = config.false_negatives == "positive", config.false_negatives == "drop"
     positives_i2t, positives_t2i = _block(images, images.above & convert), _block(texts, texts.above & convert)
@@ -112,9 +125,11 @@ def ecm_decisions(
     present = torch.cat([texts.itm_present, images.itm_present])
     labels = torch.cat([texts.above & convert, images.above & convert])
     return Decisions(
-        itm_images=torch.cat([anchor, torch.cat([texts.itm, anchor])[present]]),
-        itm_texts=torch.cat([anchor, torch.cat([anchor, images.itm])[present]]),
-        itm_labels=torch.cat([torch.ones_like(anchor), labels[present].long()]),
+        itm_images=torch.cat([anchor, torch.cat([texts.itm, anchor])[present], easy_images, easy_image]),
+        itm_texts=torch.cat([anchor, torch.cat([anchor, images.itm])[present], easy_text, easy_texts]),
+        itm_labels=torch.cat(
+            [torch.ones_like(anchor), labels[present].long(), torch.zeros_like(torch.cat([easy_images, easy_image]))]
+        ),
         mlm_images=torch.cat([anchor, new_images]),
         mlm_texts=torch.cat([anchor, new_texts]),
         positives_i2t=positives_i2t,
@@ -133,7 +148,13 @@ def ecm_decisions(
     )
 
 
-def _judge_rows(sim: torch.Tensor, label: torch.Tensor, candidate: torch.Tensor, config: EcmConfig) -> _Rows:
+def _judge_rows(
+    sim: torch.Tensor,
+    label: torch.Tensor,
+    candidate: torch.Tensor,
+    config: EcmConfig,
+    generator: torch.Generator | None,
+) -> _Rows:
     """The verdict on each row's hardest candidate; all (B, B), anchors as rows."""
     by_similarity = sim.argsort(dim=1, descending=True, stable=True)
     scored = label != UNSCORED
@@ -143,7 +164,11 @@ def _judge_rows(sim: torch.Tensor, label: torch.Tensor, candidate: torch.Tensor,
     order = _order(by_similarity, late)
     available = candidate.sum(1)
 
-    chosen, exists = order[:, 0], available > 0
+    place = torch.zeros_like(available)
+    if config.top > 1:
+        drawn = torch.rand(len(sim), generator=generator).to(sim.device)
+        place = (drawn * available.clamp(max=config.top)).long()
+    chosen, exists = order.gather(1, place[:, None])[:, 0], available > 0
     label_chosen = label.gather(1, chosen[:, None])[:, 0]
     above = exists & (label_chosen == POSITIVE)
     between = exists & (label_chosen == AMBIGUOUS)
@@ -151,7 +176,7 @@ def _judge_rows(sim: torch.Tensor, label: torch.Tensor, candidate: torch.Tensor,
     usable = candidate.gather(1, order)
     if config.second == "next-negative":
         usable = usable & (label.gather(1, order) != POSITIVE)
-    usable[:, 0] = False
+    usable.scatter_(1, place[:, None], False)
     second, has_second = order.gather(1, usable.int().argmax(1, keepdim=True))[:, 0], usable.any(1)
 
     replaced = torch.zeros_like(between)
@@ -172,6 +197,17 @@ def _order(by_similarity: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
     """Column indices of each row by ascending ``late`` and, within equal ones, in the order given."""
     groups = late.gather(1, by_similarity).argsort(dim=1, stable=True)
     return by_similarity.gather(1, groups)
+
+
+def _easy(candidate: torch.Tensor, count: int, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``count`` random candidates of each row of a (B, B) mask, or as many as it has, each once: rows, and columns."""
+    if not count:
+        none = torch.empty(0, dtype=torch.int64, device=candidate.device)
+        return none, none
+    noise = torch.rand(candidate.shape, generator=generator).to(candidate.device).masked_fill(~candidate, -1)
+    values, columns = noise.topk(min(count, len(candidate)), dim=1)
+    rows, ranks = (values >= 0).nonzero(as_tuple=True)
+    return rows, columns[rows, ranks]
 
 
 def _block(rows: _Rows, mask: torch.Tensor) -> torch.Tensor:

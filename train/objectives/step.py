@@ -113,7 +113,7 @@ class TrainStep(nn.Module):
         """The losses of a batch.
 
         Args:
-            smoothing: S-ITC's a in this step. generator: on the CPU, for MLM's masks and VACSR's draws.
+            smoothing: S-ITC's a in this step. generator: on the CPU, for MLM's masks, VACSR's draws and ITM's.
 
         Returns:
             The sum of the losses, (); each loss by name, (), detached; what was decided.
@@ -128,7 +128,7 @@ class TrainStep(nn.Module):
             else:
                 text_tokens, texts = torch.empty(0), self.model.embed_texts(batch.ids)
         with torch.autocast(device_type, enabled=False):
-            decisions, losses = self._contrast(images, texts, batch, smoothing)
+            decisions, losses = self._contrast(images, texts, batch, smoothing, _apart(generator))
         with torch.autocast(device_type, dtype=self.config.dtype, enabled=self.config.dtype is not None):
             if self.config.itm or self.config.mlm:
                 keys = self.model.image_keys(image_tokens)
@@ -191,12 +191,17 @@ class TrainStep(nn.Module):
             return self._mlm(masked, self.model.text_mask(batch.ids), self.model.image_keys(image_tokens))
 
     def _contrast(
-        self, images: torch.Tensor, texts: torch.Tensor, batch: StepInput, smoothing: float
+        self,
+        images: torch.Tensor,
+        texts: torch.Tensor,
+        batch: StepInput,
+        smoothing: float,
+        generator: torch.Generator,
     ) -> tuple[Decisions, dict[str, torch.Tensor]]:
         """What the batch's negatives count as, and the losses that need the two embeddings alone."""
         config, temp = self.config, self.model.temp
         sim_i2t = images @ texts.T
-        decisions = ecm_decisions(sim_i2t, batch.label, batch.recorded, config.ecm)
+        decisions = ecm_decisions(sim_i2t, batch.label, batch.recorded, config.ecm, generator)
         if self.model.bias is not None:
             loss = sigmoid_itc_loss(sim_i2t, temp, self.model.bias, decisions, batch.recorded)
             return decisions, {"itc": loss}
@@ -218,6 +223,11 @@ def mask_generator(seed: int, epoch: int, number: int) -> torch.Generator:
     """The generator of one batch's masks."""
     state = np.random.SeedSequence([seed, epoch, number, 0x3A]).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(state[0]) & (2**63 - 1))
+
+
+def _apart(generator: torch.Generator) -> torch.Generator:
+    """A generator of the same batch whose draws leave those of ``generator`` as they are."""
+    return torch.Generator().manual_seed(generator.initial_seed() ^ 0x17)
 
 
 Matches = Callable[[np.ndarray, np.ndarray], np.ndarray]

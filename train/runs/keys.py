@@ -47,6 +47,12 @@ class RunKeys(SessionKeys):
         "the plan; None: the only GRIT plan where the method needs one, else seeded random batches.",
         help="The plan. Default: the only GRIT plan for grit and mafa, else random batches.",
     )
+    warm: int = option(
+        0,
+        "epochs of random batches first, of the plan's pairs: hard batches ruin a matching head that cannot tell easy "
+        "combinations yet.",
+        low=0,
+    )
     materialized: str | None = option(
         None, "where fnpipe group --materialize has put the plan: its shards are read front to back."
     )
@@ -105,6 +111,17 @@ class RunKeys(SessionKeys):
     )
     second: Literal["plain", "next-negative"] = option(
         "plain", "what takes an ambiguous one's place: the next hardest (plain), or the next-negative one."
+    )
+    itm_top: int = option(
+        1,
+        "the negatives of ITM are drawn from so many of the most similar ones of the batch; 1: the hardest.",
+        low=1,
+    )
+    itm_easy: int = option(
+        0,
+        "random negatives of the batch for every picture and every caption, beside the hardest, so that the matching "
+        "head goes on seeing easy ones.",
+        low=0,
     )
     smoothing: float | None = option(
         None,

@@ -29,6 +29,7 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.batches import Batch
+from fnpipe.train.data.plans import PlannedBatches, Warmed
 from fnpipe.train.loop.optim import compile_blocks, learning_rate, parameter_groups
 from fnpipe.train.methods import train
 from fnpipe.train.model.load import load_run, starting_model
@@ -627,3 +628,44 @@ def test_two_processes_that_gather_equal_one_with_twice_the_batch(make_workspace
     assert len(one) == 8
     assert len(set(one)) == 8
     assert np.abs(one - two).max() < 1e-5
+
+
+def test_random_epochs_come_first_with_the_pairs_of_the_plan_and_resume(mafa_workspace: Workspace):
+    source = PlannedBatches(mafa_workspace.stage("groups/grit-8"))
+    warmed = Warmed(source, 1, seed=3)
+    plain, random, later = source.epoch(0), warmed.epoch(0), warmed.epoch(1)
+    assert later.pair_ids.tolist() == source.epoch(1).pair_ids.tolist()
+    assert random.starts.tolist() == plain.starts.tolist()
+    pairs = dict(zip(plain.image_ids.tolist(), plain.pair_ids.tolist(), strict=True))
+    assert sorted(random.image_ids.tolist()) == sorted(pairs)
+    assert [pairs[image] for image in random.image_ids.tolist()] == random.pair_ids.tolist()
+    assert random.pair_ids.tolist() != plain.pair_ids.tolist()
+    values = {**MAFA, "warm": 1, "itm_easy": 1, "itm_top": 2, "checkpoint_steps": 2}
+    train(mafa_workspace, values, run="whole")
+    with pytest.raises(Killed):
+        train(mafa_workspace, values, run="killed", after_step=kill_after(8))
+    train(mafa_workspace, {}, run="killed", resume=True)
+    assert logged(mafa_workspace, "killed") == logged(mafa_workspace, "whole")
+    assert equal(weights(mafa_workspace, "killed"), weights(mafa_workspace, "whole"))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"method": "albef", "warm": 1}, "warm is 1, and goes before the batches of a GRIT plan"),
+        ({"method": "itc", "itm_easy": 1}, "itm_easy is 1, and the run trains no matching head"),
+        ({"method": "mafa", "itm": False, "itm_top": 4}, "itm_top is 4, and the run trains no matching head"),
+    ],
+)
+def test_keys_of_a_curriculum_that_change_nothing_are_refused(mafa_workspace: Workspace, values, said: str):
+    with pytest.raises(InputError, match=said):
+        train(mafa_workspace, {**FAST, **values}, run="r")
+
+
+def test_a_run_that_begins_hard_with_a_weak_head_says_so(mafa_workspace: Workspace):
+    train(mafa_workspace, {**FAST, "method": "albef", "epochs": 1, "batch_size": 8}, run="weak")
+    values = {**MAFA, "epochs": 1, "init": "run:weak"}
+    notes = train(mafa_workspace, values, run="hard")["notes"]
+    assert [note for note in notes if note.endswith("let some epochs be random with warm=N")] == notes
+    assert "notes" not in train(mafa_workspace, {**values, "epochs": 2, "warm": 1}, run="warm")
+    assert "notes" not in train(mafa_workspace, {**FAST, "method": "albef", "init": "run:weak"}, run="random")

@@ -38,7 +38,9 @@ hypothesis.settings.register_profile("patient", hypothesis.settings(deadline=Non
 hypothesis.settings.load_profile("patient")
 
 # Files whose tests share something that is slow to make.
-TOGETHER = ("test_cases.py", "test_demo.py", "test_effect.py", "test_packaging.py", "test_rehearsal.py")
+TOGETHER = (
+    *("test_cases.py", "test_demo.py", "test_effect.py", "test_packaging.py", "test_rehearsal.py", "test_stages.py"),
+)
 
 
 def group_of(test: str) -> str:

@@ -42,11 +42,6 @@ class SessionKeys:
         """The split that is evaluated while the run goes; None: none is."""
         return self.evaluate_on
 
-    @property
-    def models_read(self) -> Sequence[str | None]:
-        """Models, such as ``run:NAME``, that are read while the run goes."""
-        return ()
-
 
 # Known before torch is loaded: an architecture, and the methods that train a network on frozen embeddings.
 TINY = "fnpipe-tiny"

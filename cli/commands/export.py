@@ -55,14 +55,14 @@ def export_model_command(
 
     Example: fnpipe export-model ws exported --run mafa
     """
-    from fnpipe.pipeline.workspace.workspace import Workspace
+    from fnpipe.pipeline.workspace.workspace import Workspace, reading
 
     opened = Workspace.open(workspace)
     from fnpipe.train.model.export_open_clip import export_model  # torch loads here
     from fnpipe.train.model.load import load_run
     from fnpipe.train.runs.directory import find_run, reading_runs
 
-    with reading_runs(opened, [f"run:{run}"], "fnpipe export-model"):
+    with reading(opened, {}, "fnpipe export-model"), reading_runs(opened, [f"run:{run}"], "fnpipe export-model"):
         exported = export_model(load_run(find_run(opened, run), checkpoint), directory)
     summary = {"run": run, **asdict(exported)}
     emit(summary, json_, lambda: _print_exported(summary))

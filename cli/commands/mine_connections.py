@@ -14,7 +14,7 @@ from fnpipe.cli.options import After, Given, flags_of
 from fnpipe.mining.connections.config import MineConfig
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.shown import shown
-from fnpipe.train.judges.specs import UNCALIBRATED, embeddings_for, load_discriminator
+from fnpipe.train.judges.specs import UNCALIBRATED, embeddings_for, load_discriminator, reading_judge
 
 if TYPE_CHECKING:
     from fnpipe.mining.connections.forecast import Forecast
@@ -73,11 +73,10 @@ def mine_connections_command(
     opened = Workspace.open(workspace)
     from fnpipe.mining.connections.forecast import plan_mining
     from fnpipe.mining.connections.stage import mine_connections  # torch loads here
-    from fnpipe.train.runs.directory import reading_runs
 
     config = MineConfig(**{**given, **thresholds})
     config = replace(config, embeddings=embeddings_for(discriminator, opened, config.embeddings))
-    with reading_runs(opened, [discriminator], "fnpipe mine-connections"):
+    with reading_judge(opened, discriminator, calibrate_on, "fnpipe mine-connections"):
         con_d = load_discriminator(discriminator, opened, config, calibrate_on, device, precision)
         if plan:
             planned = plan_mining(opened, config, con_d)

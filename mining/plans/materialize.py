@@ -18,7 +18,7 @@ from fnpipe.pipeline.files.tar_writer import TarWriter
 from fnpipe.pipeline.images.decode import picture_ending
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.workspace.pictures import Pictures
-from fnpipe.pipeline.workspace.workspace import Stage, Workspace
+from fnpipe.pipeline.workspace.workspace import Stage, Workspace, reading
 
 _SAMPLES_PER_SHARD = 1000
 
@@ -36,7 +36,8 @@ def materialize(workspace: Workspace, stage: Stage, directory: str | Path) -> in
     root = behind_links(directory)
     if root.exists() and not root.is_dir():
         raise InputError(f"{directory}: no directory; name one to write to")
-    with lock.beside(root, "fnpipe group --materialize"):
+    command = "fnpipe group --materialize"
+    with lock.beside(root, command), reading(workspace, {stage.name: stage.digest}, command):
         return _materialize(workspace, stage, root)
 
 
@@ -64,11 +65,11 @@ def _claim(root: Path, stage: Stage) -> None:
     if path.exists():
         if json.loads(path.read_bytes()) != note:
             raise InputError(f"{root}: holds shards of another plan (see plan.json); choose another directory")
-        atomic.sweep(root)
-        return
-    if root.exists() and any(root.iterdir()):
+    elif root.exists() and any(not entry.name.startswith(atomic.TEMPORARY_PREFIX) for entry in root.iterdir()):
         raise InputError(f"{root}: not empty, and not shards of a plan; choose another directory")
-    atomic.write_json(path, note)
+    else:
+        atomic.write_json(path, note)
+    atomic.sweep(root)
 
 
 def _parts(plan: pa.Table) -> Iterator[pa.Table]:

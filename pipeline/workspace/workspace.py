@@ -224,8 +224,8 @@ class Stage(RecordedDirectory):
 
     def start(self, record: Mapping[str, Any], *, overwrite: bool) -> None:
         """As `RecordedDirectory.start`; a run that is being read is not overwritten."""
-        read = reading_run(self.path, self.command) if overwrite and self.kind == "runs" else nullcontext()
-        with read:
+        held = reading_run(self.path, self.command, shared=not overwrite) if self.kind == "runs" else nullcontext()
+        with held:
             super().start(record, overwrite=overwrite)
 
     def require(self) -> dict[str, Any]:

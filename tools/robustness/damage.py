@@ -34,7 +34,7 @@ from typing import Any
 # One thread: a fork of a process that has computed with several would wait for ever for those it has not.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-from kill_stages import finish, import_all, start_run
+from stages import finish, import_all, start_run
 
 _GROUP = ("--batch-size", "16", "--epochs", "1", "--search-space")
 _JUDGE = ("--discriminator", "itm:demo", "--groups", "m", "--graph", "2", "--candidates", "2", "--threads", "1")

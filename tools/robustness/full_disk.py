@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kill_stages import STAGES, Chain, contents, difference, finish, start_run
+from stages import STAGES, Chain, contents, difference, finish, start_run
 
 # Room beside the files: directories, names, and what a page rounds up.
 SLACK_BYTES = 256 << 10

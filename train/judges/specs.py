@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,6 +27,18 @@ def embeddings_for(spec: str, workspace: Workspace, named: str | None) -> str | 
     from fnpipe.train.judges.vacsr import embeddings_of
 
     return embeddings_of(spec, workspace)
+
+
+@contextmanager
+def reading_judge(workspace: Workspace, spec: str, calibrate_on: str | None, command: str) -> Iterator[None]:
+    """Hold the run that a ``--discriminator`` names, and the edges that it is calibrated on, while they are read."""
+    from fnpipe.pipeline.workspace.workspace import reading
+    from fnpipe.train.runs.directory import reading_runs
+
+    named = [workspace.stage(f"edges/{name}") for name in workspace.names("edges") if name == calibrate_on]
+    edges = {stage.name: stage.digest for stage in named}
+    with reading_runs(workspace, [spec], command), reading(workspace, edges, command):
+        yield
 
 
 def load_discriminator(
@@ -78,13 +92,11 @@ def _calibration(workspace: Workspace, config: MineConfig, calibrate_on: str, si
     from fnpipe.mining.data.truth import Truth
     from fnpipe.mining.discriminators.similarity import FIT_SAMPLE, fit_on_edges, fit_on_truth
     from fnpipe.pipeline.workspace.embeddings import Embeddings
-    from fnpipe.pipeline.workspace.workspace import reading
 
     opened = Embeddings.open(workspace, config.embeddings)
     if calibrate_on in workspace.names("edges"):
         judged = workspace.resolve("edges", calibrate_on, "--calibrate-on")
-        with reading(workspace, {judged.name: judged.digest}, "fnpipe mine-connections"):
-            return fit_on_edges(opened, judged, similarity=similarity)
+        return fit_on_edges(opened, judged, similarity=similarity)
     if not Path(calibrate_on).is_file():
         known = ", ".join(workspace.names("edges")) or "no edges"
         raise InputError(f"--calibrate-on {calibrate_on}: neither a truth file nor edges of {workspace.root} ({known})")

@@ -66,22 +66,25 @@ def see_through(
     """
     directory, stage = run_directory(workspace, run), workspace.stage(f"runs/{run}")
     # Of all processes the one that writes holds the run against a second training in it.
-    with stage.alone() if is_first() else nullcontext():
+    with stage.alone() if is_first() else nullcontext(), ExitStack() as held:
         before = None if overwrite else earlier_record(stage)
         asked = asked_values(directory, before, values, resume)
+        if is_first():
+            # What is read of the run itself is read before it is overwritten, and held already.
+            models = [str(asked[key]) for key in ("init", "agreement") if asked.get(key)]
+            others = [model for model in models if model.partition(":")[2] != run]
+            held.enter_context(reading_runs(workspace, others, "fnpipe train"))
         if before is not None and before.get("complete"):
-            result: dict[str, Any] = before["result"]
-            return result
+            # One that was killed behind its last step has left its locks; they go with this.
+            with reading(workspace, before["inputs"], "fnpipe train") if is_first() else nullcontext():
+                result: dict[str, Any] = before["result"]
+                return result
         # What a run was begun with stays; the rule by which this was chosen may be another one today.
         begun = {} if before is None else {"evaluate_on": before["config"]["evaluate_on"]}
         config = make_config(**{**asked, **begun})
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        with processes(config.device) as world, deterministic(world.device), ExitStack() as held:
-            if world.first:
-                # What is read of the run itself is read before it is overwritten, and held already.
-                others = [model for model in config.models_read if (model or "").partition(":")[2] != run]
-                held.enter_context(reading_runs(workspace, others, "fnpipe train"))
+        with processes(config.device) as world, deterministic(world.device):
             learner = open_learner(workspace, config, world)
             queries = _check(workspace, learner, directory, before)
             record = _record(learner, asked)

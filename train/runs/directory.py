@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,12 @@ def keep_evaluation(workspace: Workspace, run: str, on: str, summary: Mapping[st
     """Keep what ``evaluate`` found of a run of this workspace in its ``evaluation.json``, by split, the newest last."""
     if run not in workspace.names("runs"):
         return
-    directory = run_directory(workspace, run)
-    known = read_object(directory / EVALUATION) or {}
-    atomic.write_json(directory / EVALUATION, {**{key: known[key] for key in known if key != on}, on: dict(summary)})
+    stage = workspace.stage(f"runs/{run}")
+    known = read_object(stage.path / EVALUATION) or {}
+    with suppress(InputError), stage.alone():
+        # What a killed evaluation left; a run in training sweeps for itself.
+        stage.sweep()
+    atomic.write_json(stage.path / EVALUATION, {**{key: known[key] for key in known if key != on}, on: dict(summary)})
 
 
 def find_run(workspace: Workspace, name: str) -> Path:

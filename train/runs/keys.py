@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from typing import Literal
 
@@ -194,7 +193,3 @@ class RunKeys(SessionKeys):
     @property
     def evaluated_on(self) -> str | None:
         return self.evaluate_on if self.evaluate_every else None
-
-    @property
-    def models_read(self) -> Sequence[str | None]:
-        return self.init, self.agreement

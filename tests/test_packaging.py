@@ -14,7 +14,8 @@ import yaml
 
 ROOT = Path(__file__).parent.parent
 ALWAYS = {
-    "fnpipe/mining/views/gallery.html",
+    *(f"fnpipe/mining/views/{name}" for name in ("page.html", "gallery.html", "gallery.css", "gallery.js")),
+    *(f"fnpipe/train/reports/report.{kind}" for kind in ("html", "css")),
     "fnpipe/train/assets/encoder.safetensors",
     "fnpipe/train/assets/con_d.safetensors",
 }

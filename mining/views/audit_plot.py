@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import html
 import io
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +11,13 @@ import numpy as np
 
 from fnpipe.mining.views.audit import Audit
 from fnpipe.mining.views.known_shares import UNKNOWN
+from fnpipe.mining.views.pages import render_page
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.destination import destination
 
 FORMATS = (".png", ".html")
+TEMPLATE = Path(__file__).with_name("audit.html")
 
 
 def check_plot_path(path: str) -> Path:
@@ -29,7 +30,7 @@ def check_plot_path(path: str) -> Path:
 def write_plot(audit: Audit, path: Path) -> None:
     """Write the plot as ``.png``, or as a page that needs no other file (``.html``)."""
     png = _png(audit)
-    atomic.write_bytes(path, png if path.suffix == ".png" else _page(audit, png).encode())
+    atomic.write_bytes(path, png if path.suffix == ".png" else _page(audit, png))
 
 
 def _png(audit: Audit) -> bytes:
@@ -75,16 +76,6 @@ def _spread(mean: float, quantiles: Mapping[str, float]) -> list[str]:
     return [f"{value:.3f}" for value in (mean, *(quantiles[q] for q in ("p5", "p50", "p95")))]
 
 
-def _page(audit: Audit, png: bytes) -> str:
-    body = ""
-    for number, line in enumerate(table(audit)):
-        tag = "td" if number else "th"
-        body += "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in line) + "</tr>\n"
-    picture = base64.b64encode(png).decode()
-    return (
-        '<!doctype html><meta charset="utf-8"><title>fnpipe audit</title>\n'
-        "<style>body{font-family:sans-serif}td,th{padding:2px 12px;text-align:right}</style>\n"
-        f"<h1>Hardest in-batch negatives: {html.escape(audit.embeddings)}</h1>\n"
-        f'<img alt="distribution of similarities" src="data:image/png;base64,{picture}">\n'
-        f"<table>{body}</table>\n"
-    )
+def _page(audit: Audit, png: bytes) -> bytes:
+    title = f"Hardest in-batch negatives: {audit.embeddings}"
+    return render_page(TEMPLATE, title, lines=table(audit), picture=base64.b64encode(png).decode())

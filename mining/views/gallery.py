@@ -1,16 +1,12 @@
 """One self-contained HTML page of mined connections: pictures, what is recorded of them, and what was found.
 
-The page is `gallery.html` with three holes: the data as JSON, and the digests under which a browser runs the page's
-own script and nothing else. Captions and names reach the page as JSON and are set as text, never as markup.
+Captions and names reach the page as JSON, and its script sets them as text, never as markup.
 """
 
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
-import json
-import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +23,7 @@ from fnpipe.mining.edges.labels import AMBIGUOUS, IDENTITY, POSITIVE, codes_in, 
 from fnpipe.mining.edges.reader import EdgesInfo, edge_parts, read_part
 from fnpipe.mining.edges.thresholds import SOURCES
 from fnpipe.mining.views.accuracy import EdgeAccuracy, stage_against_truth
+from fnpipe.mining.views.pages import render_page
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.destination import destination
@@ -119,35 +116,9 @@ def write_gallery(
         "topCaptions": _most_connected_captions(found),
         "images": images,
     }
-    page = render_page(data)
+    page = render_page(TEMPLATE, "Mined connections", data=data)
     atomic.write_bytes(target, page)
     return GallerySummary(str(path), data["shown"], data["total"], len(images), len(page))
-
-
-def render_page(data: dict[str, Any]) -> bytes:
-    """The template with its data, and a policy that lets nothing load and nothing run but the template's script."""
-    template = TEMPLATE.read_text(encoding="utf-8")
-    digests = {
-        name: base64.b64encode(hashlib.sha256(_element(template, name).encode()).digest()).decode()
-        for name in ("style", "script")
-    }
-    page = template.replace("SCRIPT-DIGEST", digests["script"]).replace("STYLE-DIGEST", digests["style"])
-    return page.replace("GALLERY-DATA", embeddable(data)).encode()
-
-
-def embeddable(data: Any) -> str:
-    """JSON that cannot end the element it stands in, whatever its strings say."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    for character in "<>&\u2028\u2029":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    # A lone surrogate, which some file names hold, has no UTF-8 form.
-    return re.sub(r"[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
-
-
-def _element(template: str, name: str) -> str:
-    match = re.search(rf"<{name}>(.*?)</{name}>", template, re.DOTALL)
-    assert match is not None, name
-    return match[1]
 
 
 def _read_connections(edges: Stage, thresholds: tuple[float, float] | None) -> dict[str, pa.Table]:

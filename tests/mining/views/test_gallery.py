@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import html
 import json
 import re
 import time
@@ -10,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from jinja2 import UndefinedError
 
 from browser import browse, find_browser
 from conftest import MakeWorkspace
@@ -18,7 +22,8 @@ from fnpipe.mining.edges.labels import label_candidates, named
 from fnpipe.mining.edges.reader import EDGES_SCHEMA
 from fnpipe.mining.edges.relabel import finish_edges
 from fnpipe.mining.edges.thresholds import LABELS, SOURCES
-from fnpipe.mining.views.gallery import embeddable, render_page, write_gallery
+from fnpipe.mining.views.gallery import TEMPLATE, write_gallery
+from fnpipe.mining.views.pages import render_page
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
@@ -122,14 +127,37 @@ def test_of_too_many_connections_an_even_sample_is_shown(make_workspace: MakeWor
 
 
 def test_no_string_ends_the_element_that_holds_it():
-    values = [NASTY, WORSE, "\ud800", "GALLERY-DATA", "SCRIPT-DIGEST"]
-    text = embeddable(values)
-    assert not set(text) & set("<>&\u2028\u2029")
-    assert json.loads(text) == values
-    page = render_page({"images": values}).decode()
+    values = [NASTY, WORSE, "\ud800", "é 日本"]
+    page = render_page(TEMPLATE, NASTY, data={"images": values}).decode()
     assert data_of(page)["images"] == values
     assert page.count("<script") == 2
-    assert "DIGEST'" not in page
+    assert f"<title>{html.escape(NASTY)}</title>" in page
+    text = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1]
+    assert not set(text) & set("<>&\u2028\u2029")
+
+
+def test_the_policy_lets_only_the_page_s_own_style_and_script_apply():
+    page = render_page(TEMPLATE, "t", data={}).decode()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
+    style, script = (
+        base64.b64encode(hashlib.sha256(re.search(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[1].encode()).digest())
+        for tag in ("style", "script")
+    )
+    assert policy.split("; ") == [
+        "default-src 'none'",
+        f"style-src 'sha256-{style.decode()}'",
+        f"script-src 'sha256-{script.decode()}'",
+        "img-src data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
+
+
+def test_a_template_that_is_given_too_little_is_a_fault_and_no_page(tmp_path):
+    (tmp_path / "t.html").write_text('{% extends "page.html" %}{% block body %}{{ missing }}{% endblock %}')
+    (tmp_path / "t.css").write_text("")
+    with pytest.raises(UndefinedError, match="missing"):
+        render_page(tmp_path / "t.html", "t")
 
 
 def test_the_page_can_be_seen_under_other_thresholds(small, tmp_path):

@@ -21,8 +21,9 @@ from conftest import MakeWorkspace
 from fnpipe.cli.main import run as run_cli
 from fnpipe.train.methods import train
 from fnpipe.train.reports.chart import Curve, line_chart, ticks
-from fnpipe.train.reports.page import render_report, write_report
-from fnpipe.train.reports.report import Series, read_report, summarise, thinned
+from fnpipe.train.reports.page import render_report as render_report_bytes
+from fnpipe.train.reports.page import write_report
+from fnpipe.train.reports.report import Report, Series, read_report, summarise, thinned
 
 NASTY = '</title><script>alert("x")</script>&amp;\'" <b>'
 
@@ -59,6 +60,10 @@ def make_run(
     (directory / "config.json").write_text(json.dumps({**record, **({"result": result} if complete else {})}))
     (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     return directory
+
+
+def render_report(report: Report) -> str:
+    return render_report_bytes(report).decode()
 
 
 class Reader(HTMLParser):

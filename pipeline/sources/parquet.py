@@ -99,8 +99,9 @@ def _below(member: str, folder: str) -> str:
 def _read(member: str, *, how: ReadOptions, spool: str, folder: str, splits: dict[str, str | None]) -> ReadPart:
     with open_binary(member) as raw:
         try:
-            # Buffered: a column of pictures is read piece by piece, not as the gigabytes that its row group may hold.
-            parquet = pq.ParquetFile(raw, buffer_size=1 << 20)
+            # A column of pictures is read piece by piece, not as the gigabytes that its row group may hold; the buffer
+            # is of no avail where columns are fetched whole beforehand, as is the default.
+            parquet = pq.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
         except (pa.ArrowException, OSError, ValueError) as error:
             raise InputError(f"{member}: {_why_not_parquet(member)} ({error})") from None
         names = parquet.schema_arrow.names

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,11 +81,11 @@ def test_a_sharding_of_the_hub_that_was_killed_ends_with_the_same_bytes(tmp_path
     def hold(asked: int) -> None:
         if asked >= 0.9 * questions:  # while the last file is read
             reached.set()
-            killed.wait(60)
+            killed.wait(300)
 
     with hub_of(tmp_path / "set", hold) as (endpoint, _):
         process = start(endpoint, tmp_path / "home", *command, str(tmp_path / "killed"))
-        assert reached.wait(60)
+        assert reached.wait(300)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         killed.set()
@@ -199,6 +201,31 @@ def big_parquet(path: Path, rows: int, size: int, groups: int = 1) -> None:
             pictures = [{"bytes": png(flat_colour(i)) + bytes(size), "path": f"{group}-{i}.png"} for i in range(rows)]
             captions = [f"caption {group} {i}" for i in range(rows)]
             writer.write_table(pa.table({"image": pa.array(pictures, kind), "caption": captions}, schema))
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from test_shard_sources import read_rows
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+rows = len(read_rows(Path(sys.argv[1])))
+print(rows, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before >> 10)
+"""
+
+
+def test_a_row_group_is_never_held_whole(tmp_path: Path):
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    picture = {"bytes": png(flat_colour(1)) + bytes(2 << 20), "path": "1.png"}
+    batch = pa.record_batch([pa.array([picture] * 8, kind), pa.array(["caption"] * 8)], ["image", "caption"])
+    table = pa.Table.from_batches([batch] * 24)
+    pq.write_table(table, tmp_path / "a.parquet", 192, use_dictionary=False, compression="none")
+    assert pq.ParquetFile(tmp_path / "a.parquet").num_row_groups == 1
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "a.parquet")]
+    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=100).stdout
+    rows, peak_mib = map(int, said.split())
+    assert rows == 192
+    assert peak_mib < 300  # of 384 MiB of pictures
 
 
 def test_batches_are_cut_by_their_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -135,7 +135,7 @@ def _field_flag(field: str, default: Any, kind: Any, option: Option) -> _FieldFl
         parse = option.parse or str
         kind, default, value = list[str] | None, None, lambda words: tuple(map(parse, words or ()))
     elif option.parse is not None:
-        kind, default = str, str(default)
+        kind, default = (str | None, None) if default is None else (str, str(default))
     elif get_origin(kind) is Literal:
         kind = str | None
     shown = typer.Option(

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.device import check_device
 from fnpipe.pipeline.workspace.workspace import Workspace, reading
-from fnpipe.train.evaluation.config import EvaluateConfig
-from fnpipe.train.evaluation.named import chosen_split, require_named
+from fnpipe.train.evaluation.config import FIT, EvaluateConfig
+from fnpipe.train.evaluation.named import chosen_split, require_named, split_to_fit_on
 from fnpipe.train.keys import describe, given_values, meanings, typed
 from fnpipe.train.learners.embedding_keys import FROZEN_METHODS
 from fnpipe.train.learners.keys import METHODS, TrainConfig, known_method
@@ -134,6 +134,7 @@ def _evaluate(
     """The figures of what the config names, see `evaluate_model` and `evaluate_frozen`."""
     from fnpipe.pipeline.workspace.embeddings import Embeddings
     from fnpipe.train.evaluation import on_embeddings, retrieval
+    from fnpipe.train.evaluation.queries import read_queries
 
     if config.run is None:
         opened = Embeddings.open(workspace, config.embeddings)
@@ -143,7 +144,10 @@ def _evaluate(
         embeddings = config.embeddings
         return on_embeddings.evaluate_frozen_run(workspace, config.run, queries, truth, embeddings=embeddings, **of_run)
     top_k = config.top_k or retrieval.TOP_K
-    return retrieval.evaluate_run(workspace, config.run, queries, truth, top_k=top_k, **of_run)
+    weight: float | Queries | None = config.dual_weight if config.dual_weight != FIT else None
+    if config.dual_weight == FIT:
+        weight = read_queries(workspace, split_to_fit_on(workspace))
+    return retrieval.evaluate_run(workspace, config.run, queries, truth, top_k=top_k, dual_weight=weight, **of_run)
 
 
 def describe_keys(method: str | None = None) -> list[tuple[str, str, str]]:

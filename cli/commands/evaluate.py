@@ -53,6 +53,7 @@ def _print_figures(summary: dict[str, Any]) -> None:
 def _list_names(summary: dict[str, Any]) -> dict[str, str]:
     """What the ranked lists that were measured are called, by their keys."""
     names = {"dual": summary.get("method", "dual encoder"), "itm": f"ITM, top {summary.get('top_k')}"}
+    names["both"] = f"ITM + {summary.get('dual_weight')} x dual encoder"
     names["frozen"] = f"embeddings/{summary.get('frozen_embeddings')}"
     return {key: name for key, name in names.items() if key in summary}
 

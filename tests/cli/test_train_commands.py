@@ -11,6 +11,7 @@ import torch
 
 from conftest import MakeWorkspace
 from fnpipe.cli.main import run as run_cli
+from fnpipe.train.evaluation.retrieval import DUAL_WEIGHTS
 from fnpipe.train.learners.keys import METHODS
 from fnpipe.train.methods import describe_keys
 
@@ -43,6 +44,39 @@ def test_train_then_evaluate_prints_results_on_stdout_and_progress_on_stderr(
     said = capsys.readouterr().out
     assert "On test (the default): 4 images, 4 captions" in said
     assert "ITM, top 24" in said
+
+
+def test_both_scores_rank_together_by_a_weight_that_is_given_or_fitted_on_validation(
+    make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str]
+):
+    splits = ["train"] * 8 + ["val"] * 4 + ["test"] * 4
+    root = str(make_workspace(16, splits=splits).root)
+    words = ["train", root, "--method", "albef", "--run", "r", *FAST, "--set", "dual_weight=0.5", "--json"]
+    assert run_cli(words) == 0
+    assert "both_rsum" in json.loads(capsys.readouterr().out)["evaluation"]
+    for given in ("fit", "0.5"):
+        assert run_cli(["evaluate", root, "--run", "r", "--dual-weight", given, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["on"] == "test"
+        assert found["both"].keys() == found["itm"].keys()
+        assert found["dual_weight"] in DUAL_WEIGHTS
+    assert run_cli(["evaluate", root, "--run", "r", "--dual-weight", "0.5"]) == 0
+    assert "ITM + 0.5 x dual encoder" in capsys.readouterr().out
+    assert run_cli(["evaluate", root, "--run", "r", "--dual-weight", "much"]) == 2
+    assert "--dual-weight much: a number from 0, or fit" in capsys.readouterr().err
+
+
+def test_no_weight_is_fitted_on_the_test_split_nor_for_a_run_without_a_head(
+    make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str]
+):
+    root = str(make_workspace(12, splits=["train"] * 8 + ["test"] * 4).root)
+    for method in ("albef", "itc"):
+        assert run_cli(["train", root, "--method", method, "--run", method, *FAST]) == 0
+    capsys.readouterr()
+    assert run_cli(["evaluate", root, "--run", "albef", "--dual-weight", "fit"]) == 2
+    assert "no validation split to fit --dual-weight on; give it as a number" in capsys.readouterr().err
+    assert run_cli(["evaluate", root, "--run", "itc", "--dual-weight", "1"]) == 2
+    assert "--run itc trained no ITM head; leave --dual-weight 1.0 out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

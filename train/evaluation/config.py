@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Literal
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.flags import flag
+
+FIT: Literal["fit"] = "fit"
+
+
+def parse_dual_weight(text: str | None) -> float | Literal["fit"] | None:
+    """The value of ``--dual-weight``: a number from 0, or ``fit``."""
+    if text is None or text == FIT:
+        return FIT if text == FIT else None
+    try:
+        weight = float(text)
+    except ValueError:
+        weight = -1.0
+    if not 0 <= weight < math.inf:
+        raise InputError(f"--dual-weight {text}: a number from 0, or {FIT}")
+    return weight
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +41,12 @@ class EvaluateConfig:
         None, "With --eccv: captions_val2014.json or dataset_coco.json, for caption ids.", metavar="FILE"
     )
     top_k: int | None = flag(None, "Candidates per query that the ITM head puts in order. Default: 24.")
+    dual_weight: float | Literal["fit"] | None = flag(
+        None,
+        "Re-rank by the ITM head's logit plus W times the dual encoder's; fit: the best W on the validation split.",
+        metavar="W|fit",
+        parse=parse_dual_weight,
+    )
     device: str = flag("auto", "auto, cpu or cuda.")
 
     def __post_init__(self) -> None:
@@ -31,6 +54,8 @@ class EvaluateConfig:
             raise InputError("evaluate takes one of --run NAME and --embeddings NAME")
         if self.top_k is not None and self.top_k < 1:
             raise InputError(f"--top-k is {self.top_k}; it must be at least 1")
+        if self.run is None and self.dual_weight is not None:
+            raise InputError(f"--dual-weight {self.dual_weight} goes with --run; stored vectors have no matching head")
         if self.run is None and (self.top_k is not None or self.checkpoint is not None):
             what = f"--top-k {self.top_k}" if self.top_k is not None else f"--checkpoint {self.checkpoint}"
             raise InputError(f"{what} goes with --run; without one the stored vectors are compared as they are")

@@ -94,6 +94,25 @@ def reranked_scores(scores: Scores, candidates: torch.Tensor, logits: torch.Tens
     return block
 
 
+@dataclass(frozen=True)
+class Reranked:
+    """One direction's best candidates, (queries, k) each, with what the head and the dual encoder say of them.
+
+    Attributes:
+        first: the scores that chose them. logits: of the head, "matched" against "not".
+        dual: cosines over the temperature, which are the dual encoder's logits.
+    """
+
+    first: Scores
+    candidates: torch.Tensor
+    logits: torch.Tensor
+    dual: torch.Tensor
+
+    def scores(self, dual_weight: float) -> Scores:
+        """``first`` with the candidates before all others, by the head's logit plus ``dual_weight`` times ``dual``."""
+        return reranked_scores(self.first, self.candidates, self.logits + dual_weight * self.dual)
+
+
 def top_items(scores: Scores, n_queries: int, n_items: int, k: int) -> torch.Tensor:
     """(queries, min(k, items)) int64: each query's best items, best first; ties at the edge go to the lower row."""
     k = min(k, n_items)
@@ -108,6 +127,14 @@ def top_items(scores: Scores, n_queries: int, n_items: int, k: int) -> torch.Ten
             items[row] = block[row].sort(descending=True, stable=True).indices[:k]
         found.append(items)
     return torch.cat(found)
+
+
+def scores_at(scores: Scores, candidates: torch.Tensor, n_items: int) -> torch.Tensor:
+    """The scores of (queries, k) int64 ``candidates``, in their places."""
+    blocks = query_blocks(len(candidates), n_items)
+    return torch.cat(
+        [torch.empty((0, candidates.shape[1])), *(scores(a, b).gather(1, candidates[a:b]) for a, b in blocks)]
+    )
 
 
 def recall_at(scores: Scores, recorded: Positives, ks: tuple[int, ...] = RECALL_AT) -> list[float]:

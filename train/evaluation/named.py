@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fnpipe.pipeline.errors import InputError, nearest
+from fnpipe.pipeline.sources.splits import split_to_choose_by
 from fnpipe.pipeline.workspace.schemas import TEST
 from fnpipe.pipeline.workspace.workspace import Workspace
-from fnpipe.train.evaluation.config import EvaluateConfig
+from fnpipe.train.evaluation.config import FIT, EvaluateConfig
 from fnpipe.train.runs.directory import checkpoint_path, is_frozen_run, read_run_config, run_path
 
 
@@ -35,11 +36,27 @@ def _require_run(workspace: Workspace, config: EvaluateConfig, run: str) -> None
         raise InputError(
             f"--run {run} trained no ITM head, which alone looks at the top k; leave --top-k {config.top_k} out"
         )
+    if config.dual_weight is not None and not record["config"].get("itm"):
+        raise InputError(f"--run {run} trained no ITM head; leave --dual-weight {config.dual_weight} out")
+    if config.dual_weight == FIT:
+        split_to_fit_on(workspace)
     if config.embeddings is not None:
         if not is_frozen_run(directory):
             raise InputError(f"--run {run} embeds pictures itself; leave --embeddings {config.embeddings} out")
         workspace.resolve("embeddings", config.embeddings, "--embeddings")
     checkpoint_path(directory, config.chosen_checkpoint)
+
+
+def split_to_fit_on(workspace: Workspace) -> str:
+    """The validation split.
+
+    Raises:
+        InputError: there is none; what is fitted on the test split would make its figures too good.
+    """
+    split = split_to_choose_by(workspace.splits())
+    if split is None or split == TEST:
+        raise InputError(f"{workspace.root}: no validation split to fit --dual-weight on; give it as a number")
+    return split
 
 
 def chosen_split(workspace: Workspace, on: str | None) -> str:

@@ -6,7 +6,7 @@ would have stood in; `metrics` treats equal scores as ties.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +20,15 @@ from fnpipe.pipeline.machine.progress import Advance, progress
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.pictures import Samples
-from fnpipe.train.evaluation.metrics import Positives, Scores, cosine_scores, reranked_scores, retrieval, top_items
+from fnpipe.train.evaluation.metrics import (
+    Positives,
+    Reranked,
+    Scores,
+    cosine_scores,
+    retrieval,
+    scores_at,
+    top_items,
+)
 from fnpipe.train.evaluation.queries import Queries, usable_queries
 from fnpipe.train.model.load import load_run
 from fnpipe.train.model.model import VLModel
@@ -30,6 +38,8 @@ from fnpipe.train.runs.directory import find_run, read_run_config
 TOP_K = 24
 ENCODE_BATCH = 128
 FUSE_BATCH = 512
+# Weights of the dual encoder's score beside the head's that are tried on a validation split.
+DUAL_WEIGHTS = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 # Elements of one block of truth look-ups.
 TRUTH_BLOCK = 1 << 22
 
@@ -77,6 +87,7 @@ def evaluate_model(
     *,
     rerank: bool,
     top_k: int = TOP_K,
+    dual_weights: Sequence[float] = (),
     samples: Samples | None = None,
     quiet: bool = False,
     measure: Measure | None = None,
@@ -85,12 +96,14 @@ def evaluate_model(
 
     Args:
         rerank: put each query's ``top_k`` best in the order of the ITM head as well.
+        dual_weights: re-rank also by the head's logit plus each of these times the dual encoder's own.
         samples: of this workspace, if they are at hand. quiet: show no progress.
         measure: in the place of `by_retrieval`.
 
     Returns:
         ``on images captions left_out copies notes`` (see `counts_of`), ``dual``: the figures of `retrieval`;
-        with ``rerank`` also ``itm``: the same of the re-ranked lists, and ``top_k``.
+        with ``rerank`` also ``itm``: the same of the re-ranked lists, and ``top_k``; with weights ``by_weight``: the
+        same of each.
     """
     samples = samples or Samples.of(workspace)
     for shard in np.unique(workspace.shards_of(queries.image_ids)).tolist():
@@ -111,8 +124,14 @@ def evaluate_model(
         i2t, t2i = cosine_scores(images, texts), cosine_scores(texts, images)
         out = {**counts_of(queries, asked), "dual": figures(i2t, t2i)}
         if rerank:
-            i2t, t2i = reranked(encoder, queries, i2t, t2i, top_k, advance)
-            out |= {"itm": figures(i2t, t2i), "top_k": top_k}
+            both = reranked(encoder, queries, i2t, t2i, top_k, advance)
+
+            def by(weight: float) -> dict[str, Any]:
+                return figures(*(one.scores(weight) for one in both))
+
+            out |= {"itm": by(0.0), "top_k": top_k}
+            if dual_weights:
+                out["by_weight"] = {weight: by(weight) for weight in dual_weights}
     return out
 
 
@@ -133,17 +152,18 @@ def true_pairs(queries: Queries, truth: Truth | None) -> Positives | None:
 
 def reranked(
     encoder: _Encoder, queries: Queries, i2t: Scores, t2i: Scores, top_k: int, advance: Advance
-) -> tuple[Scores, Scores]:
-    """Scores of both directions, with each query's ``top_k`` best ordered by the ITM head."""
+) -> tuple[Reranked, Reranked]:
+    """Each query's ``top_k`` best of both directions, judged by the ITM head."""
     n_images, n_texts = len(queries.image_ids), len(queries.pair_ids)
     of_image, of_text = top_items(i2t, n_images, n_texts, top_k), top_items(t2i, n_texts, n_images, top_k)
     image_rows = torch.cat([torch.arange(n_images).repeat_interleave(of_image.shape[1]), of_text.reshape(-1)])
     text_rows = torch.cat([of_image.reshape(-1), torch.arange(n_texts).repeat_interleave(of_text.shape[1])])
     logits = encoder.match(queries, image_rows, text_rows, advance)
     cut = of_image.numel()
+    temperature = float(encoder.model.temp.detach())
     return (
-        reranked_scores(i2t, of_image, logits[:cut].view(of_image.shape)),
-        reranked_scores(t2i, of_text, logits[cut:].view(of_text.shape)),
+        Reranked(i2t, of_image, logits[:cut].view(of_image.shape), scores_at(i2t, of_image, n_texts) / temperature),
+        Reranked(t2i, of_text, logits[cut:].view(of_text.shape), scores_at(t2i, of_text, n_images) / temperature),
     )
 
 
@@ -283,10 +303,15 @@ def evaluate_run(
     *,
     checkpoint: str = "best-or-last",
     top_k: int = TOP_K,
+    dual_weight: float | Queries | None = None,
     device: str = "auto",
     measure: Measure | None = None,
 ) -> dict[str, Any]:
     """`evaluate_model` of a run's checkpoint; re-ranked where the run trained its ITM head.
+
+    Args:
+        dual_weight: re-rank also by both scores, the dual encoder's with this weight, or with the best of
+            `DUAL_WEIGHTS` on these queries: ``both``, and ``dual_weight``.
 
     Raises:
         InputError: no such run, checkpoint or device.
@@ -294,4 +319,25 @@ def evaluate_run(
     directory = find_run(workspace, run)
     rerank = bool(read_run_config(directory)["config"]["itm"])
     model = load_run(directory, checkpoint).to(pick_device(device))
-    return evaluate_model(workspace, model, queries, truth, rerank=rerank, top_k=top_k, measure=measure)
+    if isinstance(dual_weight, Queries):
+        dual_weight = fit_dual_weight(workspace, model, dual_weight, truth, top_k)
+    weights = () if dual_weight is None else (dual_weight,)
+    found = evaluate_model(
+        workspace, model, queries, truth, rerank=rerank, top_k=top_k, dual_weights=weights, measure=measure
+    )
+    if dual_weight is not None:
+        found |= {"both": found.pop("by_weight")[dual_weight], "dual_weight": dual_weight}
+    return found
+
+
+def fit_dual_weight(
+    workspace: Workspace, model: VLModel, queries: Queries, truth: Truth | None = None, top_k: int = TOP_K
+) -> float:
+    """The weight of `DUAL_WEIGHTS` by which both scores rank ``queries`` best, by mAP@R or RSUM; of equal the least.
+
+    The queries should not be those that are reported on.
+    """
+    found = evaluate_model(
+        workspace, model, queries, truth, rerank=True, top_k=top_k, dual_weights=DUAL_WEIGHTS, quiet=True
+    )["by_weight"]
+    return max(DUAL_WEIGHTS, key=lambda weight: found[weight].get("map_at_r", found[weight]["rsum"]))

@@ -251,17 +251,21 @@ class PictureLearner(Learner[Batch, VLModel]):
         )
 
     def evaluate(self, queries: Queries) -> dict[str, dict[str, float]]:
-        inputs = self.inputs
+        inputs, weight = self.inputs, self.config.dual_weight
+        weights = () if weight is None else (weight,)
         found = evaluate_model(
             inputs.workspace,
             self.product,
             queries,
             inputs.truth,
             rerank=bool(self.config.itm),
+            dual_weights=weights,
             samples=inputs.samples,
             quiet=True,
         )
-        return {name: found[name] for name in ("dual", "itm") if name in found}
+        if weight is not None and "by_weight" in found:
+            found["both"] = found["by_weight"][weight]
+        return {name: found[name] for name in ("dual", "itm", "both") if name in found}
 
     def save(self, path: Path) -> None:
         if self.train_step.vacsr is not None:

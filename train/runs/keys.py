@@ -185,6 +185,11 @@ class RunKeys(SessionKeys):
         "the split (None: validation if there is one, else test, else no evaluation). Of a split other than test the "
         "best weights are kept.",
     )
+    dual_weight: float | None = option(
+        None,
+        "evaluate also by the matching head's logit plus this times the dual encoder's: both_ in metrics.jsonl.",
+        low=0.0,
+    )
     evaluate_images: int = option(1000, "evaluate on so many images at most while training.", low=1)
     checkpoint_steps: int = option(1000, "write last so often, besides at the end of every epoch.", low=1)
     keep_every: int = option(0, "keep the checkpoint of every N-th epoch; 0: only last and best.", low=0)

@@ -95,8 +95,16 @@ def test_figures_of_a_model_are_those_of_one_pair_at_a_time(make_workspace: Make
     words = ["red", "blue", "round", "small", "dog", "house", "tree", "car", "north", "seven"]
     texts = [f"{words[i % 10]} {words[(3 * i + 1) % 10]} {'very ' * (i % 4)}thing {i}" for i in range(14)]
     workspace = make_workspace(7, captions=2, texts=texts, pictures=noise_pictures(7))
-    found = evaluate_model(workspace, model, read_queries(workspace, "all"), rerank=True, top_k=top_k, quiet=True)
+    queries = read_queries(workspace, "all")
+    found = evaluate_model(
+        workspace, model, queries, rerank=True, top_k=top_k, dual_weights=evaluate.DUAL_WEIGHTS, quiet=True
+    )
     cosines, logits = plain_scores(workspace, model)
+    both = {weight: logits + weight * cosines / float(model.temp) for weight in evaluate.DUAL_WEIGHTS}
+    assert found["by_weight"][0.0] == found["itm"]
+    by_rsum = {weight: figures["rsum"] for weight, figures in found["by_weight"].items()}
+    fitted = evaluate.fit_dual_weight(workspace, model, queries, top_k=top_k)
+    assert fitted == min(weight for weight in by_rsum if by_rsum[weight] == max(by_rsum.values()))
     own = [{2 * i, 2 * i + 1} for i in range(7)]
     owner = [{j // 2} for j in range(14)]
     for side, sims, itm, mine in (("tr", cosines, logits, own), ("ir", cosines.T, logits.T, owner)):
@@ -105,6 +113,11 @@ def test_figures_of_a_model_are_those_of_one_pair_at_a_time(make_workspace: Make
         for k in (1, 5, 10):
             assert found["dual"][f"{side}_r{k}"] == pytest.approx(recall(dual, mine, k))
             assert found["itm"][f"{side}_r{k}"] == pytest.approx(recall(again, mine, k))
+        for weight, score in both.items():
+            summed = score if side == "tr" else score.T
+            again = [sorted(o[:top_k], key=lambda c, r=r: -summed[r][c]) + o[top_k:] for r, o in enumerate(dual)]
+            for k in (1, 5, 10):
+                assert found["by_weight"][weight][f"{side}_r{k}"] == pytest.approx(recall(again, mine, k))
 
 
 def test_equal_pictures_and_equal_captions_are_ties_whatever_batch_they_stand_in(

@@ -65,6 +65,10 @@ class FrozenConfig(SessionKeys, ABC):
     def __post_init__(self) -> None:
         check(self)
 
+    def epochs_of(self, batches: int) -> int:
+        """The epochs of a run in which an epoch has so many batches."""
+        return self.epochs or max(1, round(STEPS / batches))
+
     @abstractmethod
     def hidden_units(self, width: int) -> int | None:
         """Of the network on embeddings of this width; None: it has no hidden layer."""
@@ -167,7 +171,7 @@ def resolve_frozen(
     """Choose every value that was left open; a config of the same kind."""
     chosen: dict[str, Any] = {
         "embeddings": embeddings,
-        "epochs": config.epochs or max(1, round(STEPS / batches_per_epoch)),
+        "epochs": config.epochs_of(batches_per_epoch),
         "batch_size": batch_size,
         "evaluate_on": config.evaluate_on or split_to_choose_by(splits),
         "device": device,

@@ -78,7 +78,7 @@ class FrozenLearner(Learner[StoredPairs, VacsrNet | AdapterNet]):
             net = config.make_net(inputs.embeddings.width).to(world.device)
         batches = len(inputs.source.epoch(0))
         each = batches_each(batches, world.world)
-        super().__init__(config, world, net, epochs=int(config.epochs or 0), batches_each=each)
+        super().__init__(config, world, net, epochs=config.epochs_of(each), batches_each=each)
         self.config, self.inputs = config, inputs
         self.optimizer = torch.optim.AdamW(net.parameters(), config.lr, weight_decay=config.weight_decay, fused=True)
         self.digests, self.name, self.losses = inputs.digests, inputs.embeddings.stage.name, config.losses

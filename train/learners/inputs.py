@@ -30,7 +30,7 @@ from fnpipe.train.data.stream import MaterializedPictures
 from fnpipe.train.falcon.batches import FalconSource
 from fnpipe.train.falcon.keys import FALCON, choose_search_space
 from fnpipe.train.keys import TINY
-from fnpipe.train.learners.keys import TrainConfig
+from fnpipe.train.learners.keys import Recipe, TrainConfig
 from fnpipe.train.model.load import SHIPPED
 from fnpipe.train.model.model import VLModel
 from fnpipe.train.model.tokenizer import CaptionTokenizer
@@ -129,22 +129,22 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
     )
 
 
-def make_loader(config: TrainConfig, inputs: Inputs, model: VLModel) -> Loader:
-    """What makes the batches of a resolved config for a model."""
+def make_loader(config: Recipe, inputs: Inputs, model: VLModel) -> Loader:
+    """What makes the batches of a recipe for a model."""
     return Loader(
         samples=inputs.samples,
         pixels=_pixels(config, inputs, model),
         tokenize=model.tokenizer,
         edges=inputs.edges,
         identity=inputs.identity,
-        workers=int(config.workers or 0),
+        workers=config.workers,
         stream=inputs.stream,
     )
 
 
-def _pixels(config: TrainConfig, inputs: Inputs, model: VLModel) -> Pixels:
+def _pixels(config: Recipe, inputs: Inputs, model: VLModel) -> Pixels:
     """Pictures at the input size, kept in memory where they fit, for mild augmentation; else from their full size."""
-    transform, flip = model.transform, bool(config.flip)
+    transform, flip = model.transform, config.flip
     if config.augment in ("tiny", "none"):
         budget = 0 if config.workers or inputs.stream else config.cache_mib << 20
         pictures = FittedPictures(inputs.samples, transform, model.image_size, inputs.image_ids, budget)

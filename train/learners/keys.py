@@ -71,6 +71,26 @@ class TrainConfig(FalconKeys):
         return dataclasses.replace(method, itm=not alone, mlm=not alone, ecm=self.edges is not None)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Recipe(TrainConfig):
+    """What a run does: a config in which everything is chosen that it cannot do without."""
+
+    model: str
+    itc_loss: Literal["softmax", "sigmoid"]
+    epochs: int
+    batch_size: int
+    itm: bool
+    mlm: bool
+    tau_low: float
+    tau_high: float
+    smoothing: float
+    lr: float
+    warmup_steps: int
+    clip_norm: float
+    workers: int
+    flip: bool
+
+
 def known_method(method: str) -> str:
     """``method``, if there is one of that name.
 
@@ -109,7 +129,7 @@ def resolve(
     bf16: bool,
     cores: int,
     thresholds: tuple[float, float],
-) -> TrainConfig:
+) -> Recipe:
     """Choose every value that was left open.
 
     Raises:
@@ -146,8 +166,7 @@ def resolve(
         precision = "bf16" if cuda and bf16 else "fp32"
     evaluate_on = config.evaluate_on or split_to_choose_by(splits)
     total = epochs * steps_per_epoch
-    return dataclasses.replace(
-        config,
+    chosen = dict(
         model=architecture,
         itc_loss=itc_loss,
         text_attention=text_attention,
@@ -170,3 +189,4 @@ def resolve(
         clip_norm=config.clip_norm if config.clip_norm is not None else (0.0 if config.method == FALCON else 5.0),
         **resolve_falcon(config, batch_size, tiny),
     )
+    return Recipe(**{**vars(config), **chosen})

@@ -32,7 +32,7 @@ from fnpipe.train.judges.itm import load_discriminator
 from fnpipe.train.judges.weak_head import weak_head
 from fnpipe.train.keys import TINY
 from fnpipe.train.learners.inputs import Inputs, cut_captions, init_digest, make_loader, open_inputs
-from fnpipe.train.learners.keys import TrainConfig, resolve
+from fnpipe.train.learners.keys import Recipe, TrainConfig, resolve
 from fnpipe.train.loop.agreement import agreement
 from fnpipe.train.loop.learner import Learner
 from fnpipe.train.loop.optim import compile_blocks, learning_rate, parameter_groups
@@ -74,7 +74,7 @@ def open_pictures(
         and inputs.stream is None
         and fits_in_memory(len(inputs.image_ids), model.image_size, config.cache_mib << 20)
     )
-    config = resolve(
+    recipe = resolve(
         config,
         architecture=architecture,
         itc_loss=model.config.itc_loss,
@@ -89,7 +89,7 @@ def open_pictures(
         cores=available_cpus(),
         thresholds=inputs.thresholds,
     )
-    learner = PictureLearner(config, inputs, model.to(world.device), world)
+    learner = PictureLearner(recipe, inputs, model.to(world.device), world)
     begins_hard = inputs.source.grouped and learner.falcon is None and not config.warm
     if config.init is not None and config.itm and begins_hard and world.first:
         learner.notes = [*learner.notes, *weak_head(workspace, model, inputs.samples)]
@@ -105,15 +105,14 @@ class PictureLearner(Learner[Batch, VLModel]):
     decodes = True
     con_d: Discriminator | None = None
 
-    def __init__(self, config: TrainConfig, inputs: Inputs, model: VLModel, world: World) -> None:
+    def __init__(self, config: Recipe, inputs: Inputs, model: VLModel, world: World) -> None:
         each = batches_each(inputs.batches_per_epoch, world.world)
-        epochs = int(config.epochs or 0)
-        super().__init__(config, world, model, epochs=epochs, batches_each=each, accumulate=config.accumulate)
+        super().__init__(config, world, model, epochs=config.epochs, batches_each=each, accumulate=config.accumulate)
         self.config, self.inputs = config, inputs
         self.loader = make_loader(config, inputs, model)
         self.train_step = TrainStep(model, _step_config(config, world))
         # Under itc the fusion encoder and the heads get no gradient, which DDP must be told to expect.
-        whole = bool(config.itm and config.mlm)
+        whole = config.itm and config.mlm
         self.parallel: Any = self.train_step
         if world.world > 1:
             self.parallel = DistributedDataParallel(self.train_step, find_unused_parameters=not whole)
@@ -122,7 +121,7 @@ class PictureLearner(Learner[Batch, VLModel]):
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=config.precision == "fp16")
         self.falcon = None
         if isinstance(inputs.source, FalconSource):
-            self.falcon = Falcon(config, inputs.source, self.loader, self.train_step, world, each * epochs)
+            self.falcon = Falcon(config, inputs.source, self.loader, self.train_step, world, each * config.epochs)
         if config.compile:
             compile_blocks(model)
         self.digests, self.name, self.losses = inputs.digests, model.config.architecture, _losses(config)
@@ -144,8 +143,8 @@ class PictureLearner(Learner[Batch, VLModel]):
         rate = learning_rate(
             position.step,
             total=self.steps,
-            warmup=int(config.warmup_steps or 0),
-            peak=float(config.lr or 0.0),
+            warmup=config.warmup_steps,
+            peak=config.lr,
             min_ratio=config.min_lr_ratio,
         )
         for parameters in self.optimizer.param_groups:
@@ -186,7 +185,7 @@ class PictureLearner(Learner[Batch, VLModel]):
                 "could be read, and gathering takes full batches; train with gather=false"
             )
         config = self.config
-        smoothing = float(config.smoothing or 0.0) if position.epoch >= config.smoothing_start_epoch else 0.0
+        smoothing = config.smoothing if position.epoch >= config.smoothing_start_epoch else 0.0
         moved = dataclasses.replace(StepInput.of(batch, self.world.device), across=self._recorded_across(batch))
         masks = mask_generator(config.seed, batch.epoch, batch.number)
         total, losses, decisions = self.parallel(moved, smoothing, masks)
@@ -258,7 +257,7 @@ class PictureLearner(Learner[Batch, VLModel]):
             self.product,
             queries,
             inputs.truth,
-            rerank=bool(self.config.itm),
+            rerank=self.config.itm,
             dual_weights=weights,
             samples=inputs.samples,
             quiet=True,
@@ -292,7 +291,7 @@ class PictureLearner(Learner[Batch, VLModel]):
         }
 
 
-def _losses(config: TrainConfig) -> list[str]:
+def _losses(config: Recipe) -> list[str]:
     flags = {"itm": config.itm, "mlm": config.mlm, "itg": config.reward == ITG, "consistency": config.consistency}
     flags["vacsr"] = config.vacsr
     return ["loss", "itc", *(name for name, used in flags.items() if used)]
@@ -308,11 +307,11 @@ def _about(inputs: Inputs, model: VLModel, world: World) -> dict[str, Any]:
     return {"data": data, "model": json.loads(json.dumps(dataclasses.asdict(model.config)))}
 
 
-def _step_config(config: TrainConfig, group: World) -> StepConfig:
+def _step_config(config: Recipe, group: World) -> StepConfig:
     gathering = config.gather and group.world > 1
     return StepConfig(
-        itm=bool(config.itm),
-        mlm=bool(config.mlm),
+        itm=config.itm,
+        mlm=config.mlm,
         ecm=_ecm_config(config),
         mask_rate=config.mask_rate,
         consistency=config.consistency,
@@ -324,7 +323,7 @@ def _step_config(config: TrainConfig, group: World) -> StepConfig:
     )
 
 
-def _ecm_config(config: TrainConfig) -> EcmConfig:
+def _ecm_config(config: Recipe) -> EcmConfig:
     """Methods without ECM may be given edges to count with: they change nothing there."""
     return EcmConfig(
         false_negatives=config.false_negatives if config.method_losses.ecm else "ignore",

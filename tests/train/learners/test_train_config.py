@@ -11,7 +11,7 @@ import pytest
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.train.keys import given_values, typed
-from fnpipe.train.learners.keys import TrainConfig, make_config, resolve
+from fnpipe.train.learners.keys import Recipe, TrainConfig, make_config, resolve
 from fnpipe.train.methods import describe_keys, key_meanings
 
 
@@ -19,7 +19,7 @@ def read_values(flags: dict[str, Any], assignments: Sequence[str] = (), file: Pa
     return {key: typed(key, value, TrainConfig) for key, value in given_values(flags, assignments, file).items()}
 
 
-def resolved(config: TrainConfig, **facts: Any) -> TrainConfig:
+def resolved(config: TrainConfig, **facts: Any) -> Recipe:
     defaults: dict[str, Any] = {
         "architecture": "fnpipe-tiny",
         "itc_loss": "softmax",
@@ -113,6 +113,14 @@ def test_resolving_leaves_nothing_open_but_the_inputs():
     assert left == inputs | {"threads", "image_size", "fusion_layers"} | falcon
     left = {k for k, v in dataclasses.asdict(resolved(TrainConfig(method="falcon"))).items() if v is None}
     assert left == inputs | {"threads", "image_size", "fusion_layers", "quantile"}
+
+
+def test_a_recipe_has_the_keys_of_the_config_in_their_order():
+    keys = [field.name for field in dataclasses.fields(TrainConfig)]
+    assert [field.name for field in dataclasses.fields(Recipe)] == keys
+    recipe = resolved(TrainConfig(method="itc", lr=0.5))
+    assert list(dataclasses.asdict(recipe)) == keys
+    assert (recipe.lr, recipe.epochs, recipe.itm) == (0.5, 40, False)
 
 
 def test_the_sigmoid_loss_has_no_smoothing_and_no_gathering():

@@ -107,7 +107,7 @@ def test_without_a_held_out_split_nothing_is_evaluated():
 
 def test_resolving_leaves_nothing_open_but_the_inputs():
     left = {k for k, v in dataclasses.asdict(resolved(TrainConfig(method="mafa"))).items() if v is None}
-    inputs = {"init", "groups", "edges", "embeddings", "truth", "materialized", "agreement"}
+    inputs = {"init", "groups", "edges", "embeddings", "truth", "materialized", "agreement", "dual_weight"}
     falcon = {"search_space", "scheduler", "quantile", "quantile_scale", "policy_alpha", "policy_beta", "policy_floor"}
     # The first is torch's choice, the others are the architecture's.
     assert left == inputs | {"threads", "image_size", "fusion_layers"} | falcon

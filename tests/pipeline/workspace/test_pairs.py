@@ -10,6 +10,7 @@ import pytest
 
 from conftest import MakeWorkspace
 from fnpipe.pipeline.files import tables
+from fnpipe.pipeline.workspace import record
 from fnpipe.pipeline.workspace.workspace import Workspace
 
 
@@ -96,3 +97,40 @@ def test_training_with_mined_edges_reads_the_pairs_once_and_once_for_its_evaluat
     opened.clear()
     train(Workspace.open(workspace.root), {**MAFA, "evaluate_every": evaluate_every}, run="r")
     assert set(opened.values()) == {1 + evaluate_every}
+
+
+@pytest.mark.parametrize("command", ["mine", "train"])
+def test_the_record_of_what_a_command_reads_is_parsed_once(
+    make_workspace: MakeWorkspace, monkeypatch: pytest.MonkeyPatch, command: str
+):
+    from test_connections import TableDiscriminator, build, stable_p
+    from test_train_loop import MAFA, write_edges, write_plan
+
+    from fnpipe.mining.connections.inputs import MineConfig
+    from fnpipe.mining.connections.stage import mine_connections
+    from fnpipe.train.methods import train
+
+    if command == "mine":
+        root = build(make_workspace).root
+    else:
+        workspace = make_workspace(20)
+        root = workspace.root
+        write_plan(workspace, [list(range(b, 20, 5)) for b in range(5)])
+        write_edges(workspace, [(0, 1, 0.9)])
+    record._parsed.cache_clear()
+    parsed: Counter[str] = Counter()
+    read_bytes = Path.read_bytes
+
+    def counted(path: Path) -> bytes:
+        made_here = {"edges", "runs"} if command == "mine" else {"runs"}
+        if path.name in ("meta.json", "_meta.json", "fnpipe.json") and made_here.isdisjoint(path.parts):
+            parsed[str(path)] += 1
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", counted)
+    if command == "mine":
+        mine_connections(Workspace.open(root), MineConfig(name="e"), TableDiscriminator(stable_p))
+    else:
+        train(Workspace.open(root), MAFA, run="r")
+    assert len(parsed) > 2
+    assert set(parsed.values()) == {1}

@@ -20,6 +20,7 @@ import numpy as np
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import tables
+from fnpipe.pipeline.files.archives import require_whole
 from fnpipe.pipeline.files.digests import content_digest, digest_listed
 from fnpipe.pipeline.files.urls import is_remote, local_path
 from fnpipe.pipeline.machine.processes import available_cpus
@@ -231,6 +232,35 @@ def _verify_run(run: Stage, done: Verified) -> None:
         done.unfinished.append(run.name)
     elif isinstance(listed, dict):
         _compare({run.place(name): digest for name, digest in listed.items()}, "files of runs", done)
+    # Of what holds times, or grows with the run, no digest is kept.
+    for state in sorted(run.path.glob("checkpoints/*.state")):
+        with done.noting(state):
+            require_whole(state)
+        done.count("states of runs")
+    for log in sorted(run.path.glob("*.jsonl")):
+        with done.noting(log):
+            _require_steps(log, complete)
+        done.count("logs of runs")
+
+
+def _require_steps(log: Path, complete: bool) -> None:
+    """
+    Raises:
+        InputError: a line of a run's log is no object, or of a step before that of the line above; of a run that is not
+            finished the last line may be cut short.
+    """
+    before = 0
+    with log.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            if not complete and not text.endswith(b"\n"):
+                return
+            try:
+                step = int(json.loads(text)["step"])
+            except (ValueError, TypeError, KeyError, RecursionError):
+                step = -1
+            if step < before:
+                raise InputError(f"{log}: damaged (line {number} is none, or of an earlier step)")
+            before = step
 
 
 def _compare(paths: Mapping[Path, Any], kind: str, done: Verified, again: str | None = None) -> None:

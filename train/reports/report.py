@@ -5,7 +5,6 @@ Runs of every method are read alike: each number in a line of ``metrics.jsonl`` 
 
 from __future__ import annotations
 
-import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.workspace.manifest import MANIFEST
 from fnpipe.pipeline.workspace.record import read_object
 from fnpipe.train.runs.directory import CONFIG, EVALUATION, METRICS, read_run_config
+from fnpipe.train.runs.log import read_lines
 
 # What places a line in the run, and is no measure of it.
 _PLACES = frozenset({"kind", "step", "epoch", "batch"})
@@ -174,7 +174,7 @@ def _read_series(path: Path, whole: bool) -> dict[str, dict[str, Series]]:
         whole: the run is finished, so that a line cut short is damage and not the last one of a killed run.
     """
     columns: dict[tuple[str, str], tuple[array[float], array[float], array[float]]] = {}
-    for line in _lines(path, whole):
+    for line in read_lines(path, whole):
         place = float(line.get("step", 0)), float(line.get("epoch", -1)) + 1
         for name, value in line.items():
             if name in _PLACES or isinstance(value, bool) or not isinstance(value, int | float):
@@ -187,31 +187,6 @@ def _read_series(path: Path, whole: bool) -> dict[str, dict[str, Series]]:
     for (kind, name), series in columns.items():
         kinds.setdefault(kind, {})[name] = Series(*(np.array(column) for column in series))
     return kinds
-
-
-def _lines(path: Path, whole: bool) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        return
-    with path.open("rb") as file:
-        for number, text in enumerate(file, 1):
-            line = _parsed(text)
-            if line is not None:
-                yield line
-            elif whole or text.endswith(b"\n"):
-                raise InputError(
-                    f"{path}: line {number} is damaged; leave the run out, or train it again with --overwrite"
-                )
-
-
-def _parsed(text: bytes) -> dict[str, Any] | None:
-    """A line of the log; None if it is none."""
-    try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    good = isinstance(line, dict) and isinstance(line.get("kind"), str)
-    places = (line.get(name, 0) for name in ("step", "epoch")) if good else ()
-    return line if good and all(isinstance(place, int | float) for place in places) else None
 
 
 def find_differences(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.train.runs.directory import METRICS
-
-if TYPE_CHECKING:
-    pass
 
 
 class Log:
@@ -55,9 +53,45 @@ def _board(directory: Path, step: int) -> Any:
 
 
 def read_metrics(directory: Path, kind: str) -> list[dict[str, Any]]:
-    """The lines of one kind (``step``, ``evaluation``) of a run's ``metrics.jsonl``, in order."""
-    with (directory / METRICS).open(encoding="utf-8") as file:
-        return [line for line in map(json.loads, file) if line["kind"] == kind]
+    """The lines of one kind (``step``, ``evaluation``) of a run's ``metrics.jsonl``, in order.
+
+    Raises:
+        InputError: a line is damaged.
+    """
+    return [line for line in read_lines(directory / METRICS) if line["kind"] == kind]
+
+
+def read_lines(path: Path, whole: bool = True) -> Iterator[dict[str, Any]]:
+    """The lines of a ``metrics.jsonl``, none where there is no such file.
+
+    Args:
+        whole: a line cut short at the end is damage, and not the last one of a killed run.
+
+    Raises:
+        InputError: a line is damaged.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, text in enumerate(file, 1):
+            line = _parsed(text)
+            if line is not None:
+                yield line
+            elif whole or text.endswith(b"\n"):
+                raise InputError(
+                    f"{path}: line {number} is damaged; leave the run out, or train it again with --overwrite"
+                )
+
+
+def _parsed(text: bytes) -> dict[str, Any] | None:
+    """A line of the log; None if it is none."""
+    try:
+        line = json.loads(text)
+    except ValueError:
+        return None
+    good = isinstance(line, dict) and isinstance(line.get("kind"), str)
+    places = (line.get(name, 0) for name in ("step", "epoch")) if good else ()
+    return line if good and all(isinstance(place, int | float) for place in places) else None
 
 
 def epoch_line(

@@ -15,6 +15,7 @@ import torch
 
 from fnpipe.pipeline.errors import InputError, one_line
 from fnpipe.pipeline.files import atomic
+from fnpipe.pipeline.files.archives import require_whole
 from fnpipe.train.runs.directory import CHECKPOINTS
 
 STATE = "last.state"
@@ -57,6 +58,7 @@ def restore(directory: Path, device: torch.device, put_back: Callable[[dict[str,
     if not path.is_file():
         return Position()
     try:
+        require_whole(path)
         state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
         put_back(state)
         return Position(**state["position"])

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from PIL import Image
 
 from conftest import MakePairs, MakeWorkspace, write_embeddings
@@ -23,6 +24,7 @@ from fnpipe.pipeline.workspace.schemas import QUARANTINE_SCHEMA
 from fnpipe.pipeline.workspace.verify import verify
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.runs.directory import checkpoint_digests
+from fnpipe.train.runs.state import write_state
 
 
 @pytest.fixture
@@ -98,6 +100,23 @@ def test_a_stage_whose_record_is_gone_is_found(name: str, record: str, sound: Pa
     (finding,) = verify(sound).findings
     assert finding.path == str(sound / name)
     assert finding.what == "its record is gone"
+
+
+@pytest.mark.parametrize("damage", [flipped, halved])
+@pytest.mark.parametrize("name", ["checkpoints/last.state", "metrics.jsonl"])
+def test_what_a_run_keeps_without_a_digest_is_looked_at_by_its_form(damage: Any, name: str, sound: Path):
+    run_directory = sound / "runs" / "m"
+    write_state(run_directory / "checkpoints" / "last.state", {"position": {}, "weights": torch.arange(4000)})
+    steps = [json.dumps({"kind": "step", "step": step, "loss": 1.0}) for step in (1, 2, 2)]
+    (run_directory / "metrics.jsonl").write_text("\n".join(steps) + "\n")
+    found = verify(sound)
+    assert not found.findings
+    assert (found.looked_at["states of runs"], found.looked_at["logs of runs"]) == (1, 1)
+    damage(run_directory / name)
+    (finding,) = verify(sound).findings
+    assert finding.path == str(run_directory / name)
+    assert "damaged" in finding.what
+    assert finding.command.startswith("fnpipe train")
 
 
 def test_files_that_changed_places_are_found(sound: Path):

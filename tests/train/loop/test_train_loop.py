@@ -37,7 +37,7 @@ from fnpipe.train.objectives.ecm import PLAIN, ecm_decisions
 from fnpipe.train.objectives.step import StepConfig, StepInput, TrainStep, false_negatives, mask_generator
 from fnpipe.train.runs.directory import read_run_config
 from fnpipe.train.runs.log import read_metrics
-from fnpipe.train.runs.state import STATE
+from fnpipe.train.runs.state import STATE, restore
 
 FAST: dict[str, Any] = {"epochs": 2, "evaluate_every": 0, "tensorboard": False, "threads": 1}
 
@@ -227,7 +227,14 @@ def test_a_damaged_state_is_named(mafa_workspace: Workspace):
     with pytest.raises(Killed):
         train(mafa_workspace, {**MAFA, "checkpoint_steps": 1}, run="r", after_step=kill_after(2))
     state = mafa_workspace.root / "runs/r/checkpoints" / STATE
-    state.write_bytes(state.read_bytes()[:1000])
+    whole = state.read_bytes()
+    # In a tensor, where torch alone would not notice.
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    for damaged in (flipped, whole[:1000], b""):
+        state.write_bytes(damaged)
+        with pytest.raises(InputError, match=r"last\.state: damaged"):
+            restore(state.parents[1], torch.device("cpu"), lambda state: None)
     with pytest.raises(InputError, match=r"last\.state: damaged"):
         train(mafa_workspace, {}, run="r", resume=True)
 

@@ -107,6 +107,9 @@ def test_identity_makes_no_more_than_its_bound_in_any_stage(source: Path, tmp_pa
         folder = tmp_path / f"{name}{len(flags)}"
         exported = answer(capsys, "export", root, folder, "--to", "sentence-transformers", "--edges", name, *flags)
         assert exported["by_identity"] == found
+    by_edges = {name: answer(capsys, *audit[:-2], "--edges", name)["rows"][1] for name in made}
+    positive = {name: row["known"]["positive"] * row["hardest"] for name, row in by_edges.items()}
+    assert 0 < positive["with"] - positive["without"] <= 2 * copies
     for name in made:
         trained = answer(capsys, "train", root, "--method", "adapter", "--edges", name, "--run", name, "--epochs", 1)
         assert trained["images_seen"] > 0.9 * PAIRS

@@ -51,6 +51,12 @@ class PrepareConfig:
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
             raise InputError(f"--recipe {self.recipe}: one of {', '.join(RECIPES)}")
+        if self.search_space == "all" and RECIPES[self.recipe].quantile < 1:
+            whole = [name for name, recipe in RECIPES.items() if recipe.quantile == 1]
+            raise InputError(
+                f"--search-space all: --recipe {self.recipe} ranks the pairs of a search space; give a number, or "
+                f"--recipe {' or '.join(whole)}"
+            )
         # The flags of the stages say what is wrong with theirs.
         self.steps()
 

@@ -200,7 +200,7 @@ def test_a_policy_starts_as_the_beta_that_was_asked_for(alpha: float, beta: floa
     config = PolicyConfig(alpha=alpha, beta=beta, floor=floor)
     policy = Policy(config, torch.Generator().manual_seed(0))
     for x in torch.randn(3, 32, dtype=torch.float64):
-        assert [float(v) for v in policy(x[None])] == pytest.approx([alpha, beta])
+        assert [v.item() for v in policy(x[None])] == pytest.approx([alpha, beta])
 
 
 @settings(max_examples=30)
@@ -210,7 +210,7 @@ def test_numpy_draws_from_the_distribution_that_torch_learns(seed: int, scale: f
     with torch.no_grad():
         scheduler.policy.layers[-1].weight.normal_(0, scale)  # type: ignore[union-attr, operator]
     x = np.random.default_rng(seed).normal(size=32)
-    expected = [float(v) for v in scheduler.policy(torch.from_numpy(x)[None])]
+    expected = [v.item() for v in scheduler.policy(torch.from_numpy(x)[None])]
     assert scheduler.snapshot().parameters(x) == pytest.approx(expected, rel=1e-9)
     assert all(value >= LOG.floor for value in expected)
 
@@ -284,7 +284,7 @@ def test_reinforce_has_the_gradient_of_the_expected_reward_of_two_candidates():
     def expected_reward(raw: torch.Tensor) -> float:
         with torch.no_grad():
             policy.layers[3].bias.copy_(raw)  # type: ignore[union-attr, operator]
-            alpha, beta = (float(v) for v in policy(x))
+            alpha, beta = (v.item() for v in policy(x))
         return upper_half(alpha, beta)
 
     step = 1e-4

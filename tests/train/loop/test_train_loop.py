@@ -447,6 +447,8 @@ def test_options_of_speed_and_memory_train_to_nearly_the_same(make_workspace: Ma
         assert b["mlm"] == pytest.approx(a["mlm"], abs=0.1)
 
 
+# The compiler looks at the gradients of everything that it traces.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_compiled_blocks_compute_the_same_under_the_same_names(make_workspace: MakeWorkspace):
     model = starting_model(make_workspace(1), None, None)
     names = list(model.state_dict())

@@ -36,6 +36,7 @@ PAGES = (
 REPLACED = {
     "--model ViT-B-32 --pretrained laion2b_s34b_b79k": "--model demo --name clip",
     "--model ViT-B-32 --init laion2b_s34b_b79k": "--init demo",
+    "--recipe avoid --discriminator blip:Salesforce/blip-itm-base-coco": "--recipe avoid --discriminator itm:demo",
     "--discriminator blip:Salesforce/blip-itm-base-coco": "--name blip --discriminator itm:demo",
     "--nproc_per_node=8": "--nproc_per_node=2",
 }

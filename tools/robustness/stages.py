@@ -293,7 +293,8 @@ def watch_changes(stop_at: int | None, stop_by: int = signal.SIGKILL) -> Callabl
     def watch(event: str, arguments: tuple[Any, ...]) -> None:
         nonlocal seen
         opened = event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES
-        if opened or event in _CHANGES:
+        # Compiled code is kept by the first run of a program alone, beside its modules.
+        if (opened or event in _CHANGES) and "__pycache__" not in str(arguments[0]):
             seen += 1
             if seen == stop_at:
                 os.kill(os.getpid(), stop_by)

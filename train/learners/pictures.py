@@ -90,8 +90,8 @@ def open_pictures(
         thresholds=inputs.thresholds,
     )
     learner = PictureLearner(recipe, inputs, model.to(world.device), world)
-    begins_hard = inputs.source.grouped and learner.falcon is None and not config.warm
-    if config.init is not None and config.itm and begins_hard and world.first:
+    begins_hard = inputs.source.grouped and learner.falcon is None and not recipe.warm
+    if config.init is not None and recipe.itm and begins_hard and world.first:
         learner.notes = [*learner.notes, *weak_head(workspace, model, inputs.samples)]
     learner.con_d = con_d
     if con_d is None and config.agreement is not None:

@@ -100,7 +100,7 @@ def test_figures_of_a_model_are_those_of_one_pair_at_a_time(make_workspace: Make
         workspace, model, queries, rerank=True, top_k=top_k, dual_weights=evaluate.DUAL_WEIGHTS, quiet=True
     )
     cosines, logits = plain_scores(workspace, model)
-    both = {weight: logits + weight * cosines / float(model.temp) for weight in evaluate.DUAL_WEIGHTS}
+    both = {weight: logits + weight * cosines / model.temp.item() for weight in evaluate.DUAL_WEIGHTS}
     assert found["by_weight"][0.0] == found["itm"]
     by_rsum = {weight: figures["rsum"] for weight, figures in found["by_weight"].items()}
     fitted = evaluate.fit_dual_weight(workspace, model, queries, top_k=top_k)

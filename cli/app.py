@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from fnpipe.cli.options import check_given
+from fnpipe.cli.options import check_given, check_once
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -18,8 +18,10 @@ class _Command(TyperCommand):
     """A command that looks at what it is given before it begins, and so before torch is loaded."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = self.make_parser(ctx).parse_args(list(args))[2] if args else []
         rest = super().parse_args(ctx, args)
         check_given(self.params, ctx.params)
+        check_once(given)
         return rest
 
 

@@ -18,6 +18,23 @@ from fnpipe.pipeline.machine.device import check_device, check_engine, check_pre
 from fnpipe.pipeline.machine.limits import most
 
 
+def check_once(given: Sequence[Any]) -> None:
+    """Refuse a flag that takes one value and was given several, of which the last would win without a word.
+
+    Args:
+        given: a command's parameters, each as often as it was given.
+
+    Raises:
+        InputError: there is one.
+    """
+    for parameter in given:
+        takes_one = parameter.param_type_name == "option" and not parameter.is_flag and not parameter.multiple
+        if takes_one and given.count(parameter) > 1:
+            raise InputError(
+                f"{max(parameter.opts, key=len)}: given {given.count(parameter)} times; it takes one value"
+            )
+
+
 def check_given(parameters: Sequence[Any], values: Mapping[str, Any]) -> None:
     """Refuse what no flag and no argument takes.
 

@@ -139,8 +139,16 @@ class _Found:
     def own_name(self) -> str:
         return self.name.partition("/")[2]
 
+    def sources(self) -> list[str]:
+        """The stages that it was made from; what edges were mined among stands in their parameters."""
+        judged = self.params if self.kind == "edges" else {}
+        kinds = (("embeddings", "embeddings"), ("groups", "groups"), ("edges", "known"))
+        mined = [f"{kind}/{name}" for kind, key in kinds for name in judged.get(key) or ()]
+        mined += [f"graph/{name}" for name in judged.get("embeddings", ()) if judged.get("graph")]
+        return [*self.inputs, *mined]
+
     def described(self) -> dict[str, Any]:
-        words = {"made_from": ", ".join(self.inputs), "made_with": ", ".join(_said(self.params))}
+        words = {"made_from": ", ".join(self.sources()), "made_with": ", ".join(_said(self.params))}
         return {"name": self.name, "state": self.state, **words, "notes": list(self.notes)}
 
 

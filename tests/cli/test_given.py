@@ -55,6 +55,24 @@ def test_an_empty_value_is_refused(name: str, flag: str, capsys: pytest.CaptureF
         assert refusal(capsys, name, flag, empty) == f"fnpipe: {flag} is empty; give it a value, or leave it out"
 
 
+@pytest.mark.parametrize(
+    ("name", "flag", "values"),
+    [
+        ("train", "--groups", "ab"),
+        ("build-graph", "--k", "48"),
+        ("evaluate", "--checkpoint", "ab"),
+        ("shard", "--seed", "12"),
+    ],
+)
+def test_a_flag_of_one_value_is_given_once(name: str, flag: str, values: str, capsys: pytest.CaptureFixture[str]):
+    said = refusal(capsys, name, *(word for value in values for word in (flag, value)))
+    assert said == f"fnpipe: {flag}: given 2 times; it takes one value"
+
+
+def test_a_flag_of_several_values_is_given_as_often_as_there_are(capsys: pytest.CaptureFixture[str]):
+    assert "nowhere" in refusal(capsys, "mine-connections", "--groups", "a", "--groups", "b")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_an_empty_argument_is_refused(name: str, capsys: pytest.CaptureFixture[str]):
     assert run([name, *REQUIRED.get(name, []), *([""] * len(ARGUMENTS.get(name, ["w"])))]) == 2

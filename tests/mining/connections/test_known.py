@@ -22,6 +22,7 @@ from fnpipe.mining.edges.relabel import relabel
 from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.status import status
 
 N = 30
 
@@ -109,6 +110,8 @@ def test_the_record_names_what_was_taken_over_and_other_verdicts_are_refused(wor
     mine(workspace, "all", **PLAN, known="near")
     assert workspace.stage("edges/all").require()["params"]["known"] == {"near": workspace.stage("edges/near").digest}
     assert "known" not in workspace.stage("edges/near").require()["params"]
+    made_from = {stage["name"]: stage["made_from"] for stage in status(str(workspace.root))["stages"]}
+    assert {"edges/near", *(f"groups/{name}" for name in PLAN["groups"])} <= set(made_from["edges/all"].split(", "))
     relabel(workspace, "all", 0.2, 0.3)
     assert workspace.stage("edges/all").require()["known"] > 0
     # The thresholds of the known edges change their digest, and with it what a pass is begun with.

@@ -80,7 +80,7 @@ def test_recipes_differ_in_what_their_plan_knows():
     assert (near.candidates, near.graph, near.name) == (0, NEAR, "t-near")
     assert (plan.quantile, plan.edges, plan.search_space) == (1, "t-near", "all")
     assert (judged.known, judged.groups, judged.name) == ("t-near", ("t",), "t")
-    with pytest.raises(InputError, match="--search-space all: --recipe avoid ranks .* --recipe towers"):
+    with pytest.raises(InputError, match=r"--search-space all: --recipe avoid ranks .* --recipe towers"):
         PrepareConfig(search_space="all")
     with pytest.raises(InputError, match="--recipe soft: one of quantile, avoid, towers"):
         PrepareConfig(recipe="soft")

@@ -36,8 +36,7 @@ PAGES = (
 REPLACED = {
     "--model ViT-B-32 --pretrained laion2b_s34b_b79k": "--model demo --name clip",
     "--model ViT-B-32 --init laion2b_s34b_b79k": "--init demo",
-    "--recipe avoid --discriminator blip:Salesforce/blip-itm-base-coco": "--recipe avoid --discriminator itm:demo",
-    "--discriminator blip:Salesforce/blip-itm-base-coco": "--name blip --discriminator itm:demo",
+    "--discriminator blip:Salesforce/blip-itm-base-coco": "--discriminator itm:demo",
     "--nproc_per_node=8": "--nproc_per_node=2",
 }
 
@@ -50,6 +49,11 @@ def chain() -> list[str]:
         assert shown in text, f"{shown} stands on no page any more"
         text = text.replace(shown, here)
     lines = [" ".join(line.split(" #")[0].split()) for line in text.splitlines()]
+    # Edges are named after what judged them.
+    lines = [
+        f"{line} --name blip" if "connections work --discriminator itm:demo" in line and "--name" not in line else line
+        for line in lines
+    ]
     ours = [line for line in lines if line.startswith(("fnpipe ", "torchrun ")) and not left_out(line)]
     return list(dict.fromkeys(ours))
 

@@ -21,8 +21,14 @@ for script in sys.argv[1:]:
     if child == 0:
         sys.argv = [script, "--help"]
         sys.path.insert(0, os.path.dirname(script))
-        runpy.run_path(script, run_name="__main__")
-        os._exit(3)
+        code = 3
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            code = end.code or 0
+        # At once: to take the libraries down again costs far more than the script.
+        sys.stdout.flush()
+        os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code == 0, f"{script} --help: {code}"
 """

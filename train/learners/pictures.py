@@ -89,6 +89,8 @@ def open_pictures(
         cores=available_cpus(),
         thresholds=inputs.thresholds,
     )
+    if recipe.warm >= recipe.epochs:
+        raise InputError(f"warm is {recipe.warm}, and of {recipe.epochs} epochs none would have the plan's batches")
     learner = PictureLearner(recipe, inputs, model.to(world.device), world)
     begins_hard = inputs.source.grouped and learner.falcon is None and not recipe.warm
     if config.init is not None and recipe.itm and begins_hard and world.first:

@@ -149,7 +149,7 @@ class RunKeys(SessionKeys):
     warmup_steps: int | None = option(None, "None: a twentieth of the run, 1,000 at most.", low=0)
     clip_norm: float | None = option(
         None,
-        "bound of the gradient's norm; 0: none. None: 5, with falcon none: a bound below the norm of hard batches "
+        "bound of the gradient's norm; 0: none. None: 5, with falcon 0. A bound below the norm of hard batches "
         "(some 25 in small runs, 5 on easy ones) shrinks exactly their steps, and with them the reward of hardness, "
         "whose sign it turns over. grad_norm is logged before clipping.",
         low=0.0,

@@ -662,6 +662,7 @@ def test_random_epochs_come_first_with_the_pairs_of_the_plan_and_resume(mafa_wor
     ("values", "said"),
     [
         ({"method": "albef", "warm": 1}, "warm is 1, and goes before the batches of a GRIT plan"),
+        ({"method": "mafa", "warm": 2, "epochs": 2}, "warm is 2, and of 2 epochs none would have the plan's batches"),
         ({"method": "itc", "itm_easy": 1}, "itm_easy is 1, and the run trains no matching head"),
         ({"method": "mafa", "itm": False, "itm_top": 4}, "itm_top is 4, and the run trains no matching head"),
     ],

@@ -55,7 +55,12 @@ class StageRun:
     shared: bool = False
 
     def command(self, root: Path, *more: str) -> list[str]:
-        return [word.replace("ROOT", str(root)) for word in (*self.words, *more)]
+        """The words of the run, with ``more``, whose flags stand for those of the run that take one value."""
+        words = list(self.words)
+        for flag in (word for word in more if word.startswith("--") and word != "--set" and word in words):
+            at = words.index(flag)
+            del words[at : at + 2]
+        return [word.replace("ROOT", str(root)) for word in (*words, *more)]
 
     def fine(self, code: int, said: str) -> bool:
         """Whether this is how it may end that is run again after its last moment."""

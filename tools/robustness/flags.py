@@ -324,27 +324,36 @@ WRONG: dict[str, list[list[str]]] = {
     ],
 }
 
-# Odd, yet to be understood: the last of a repeated flag counts, spaces around a number do no harm.
+# A flag of one value, twice: the last would win without a word.
+TWICE = {
+    "shard": ["--seed", "1", "--seed", "2"],
+    "embed": ["--batch-size", "7", "--batch-size", "9"],
+    "build-graph": ["--k", "9", "--k", "4"],
+    "prepare": ["--recipe", "avoid", "--recipe", "quantile"],
+    "inspect": ["--limit", "3", "--limit", "4"],
+    "export": ["--to", "hf", "--to", "sentence-transformers"],
+    "train": ["--epochs", "2", "--epochs", "1"],
+    "evaluate": ["--on", "train", "--on", "all"],
+    "export-model": ["--checkpoint", "best", "--checkpoint", "last"],
+}
+
+# Odd, yet to be understood: a switch may be thrown twice, spaces around a number do no harm.
 FINE: dict[str, list[list[str]]] = {
     "shard": [
-        ["--seed", "1", "--seed", "2"],
-        ["--holdout", "0.5", "--holdout", "3"],
         ["--images-per-shard", "1000000"],
     ],
     "status": [["--quarantine", "--quarantine"], ["--json"]],
-    "embed": [["--batch-size", "7", "--batch-size", "9"], ["--precision", "bf16"], ["--name", "日本語"]],
-    "build-graph": [["--k", "9", "--k", "4"], ["--json", "--json"]],
+    "embed": [["--precision", "bf16"], ["--name", "日本語"]],
+    "build-graph": [["--json", "--json"]],
     "group": [["--sampling", "random", "--search-space", "9"], ["--keep-last"], ["--seed", str(2**63 - 1)]],
     "audit": [["--search-space", "8", "--search-space", "16"], ["--seed", str(2**62)]],
     "mine-connections": [["--plan", "--plan"], ["--groups", "grit-8", "--groups", "grit-8"], ["--name", "naïve"]],
-    "prepare": [["--plan", "--plan"], ["--name", "naïve"], ["--recipe", "avoid", "--recipe", "quantile"]],
+    "prepare": [["--plan", "--plan"], ["--name", "naïve"]],
     "relabel": [["--tau-low", "0", "--tau-high", "1"], ["--positive-share", "0.5"]],
-    "inspect": [["--limit", "1000000"], ["--limit", "3", "--limit", "4"], ["--tau-low", "0.5", "--tau-high", "0.5"]],
-    "export": [["--to", "hf", "--to", "sentence-transformers"]],
+    "inspect": [["--limit", "1000000"], ["--tau-low", "0.5", "--tau-high", "0.5"]],
     "report": [["W/runs/r"], ["W"]],
-    "train": [["--epochs", "2", "--epochs", "1"], ["--set", "lr=1e-4"], ["--set", "seed= 3 "]],
-    "evaluate": [["--on", "train", "--on", "all"], ["--top-k", "3"]],
-    "export-model": [["--checkpoint", "best", "--checkpoint", "last"]],
+    "train": [["--set", "lr=1e-4"], ["--set", "seed= 3 "]],
+    "evaluate": [["--top-k", "3"]],
 }
 
 
@@ -362,8 +371,10 @@ def combinations() -> Iterator[Combination]:
     for name, right in RIGHT.items():
         for words in WRONG.get(name, []):
             yield Combination((*right, *words), refused=True)
+        if name in TWICE:
+            yield Combination((*right, *TWICE[name]), refused=True)
         for words in FINE.get(name, []):
-            yield Combination((*right, *words), refused=False)
+            yield Combination(_with(right, words), refused=False)
         for i in range(1, len(right)):
             if not right[i].startswith("--") and not right[i - 1].startswith("--"):
                 yield Combination((*right[:i], "", *right[i + 1 :]), refused=True)
@@ -372,7 +383,16 @@ def combinations() -> Iterator[Combination]:
                 continue
             flag = max(option.opts, key=len)
             for value, refused in values_of(flag, kind_of(option)):
-                yield Combination((*right, flag, value), refused)
+                yield Combination(_with(right, [flag, value]), refused)
+
+
+def _with(right: list[str], words: list[str]) -> tuple[str, ...]:
+    """``right`` with ``words``, whose flags take the place of those that are there."""
+    kept = list(right)
+    for flag in (word for word in words if word.startswith("--") and word in kept):
+        at = kept.index(flag)
+        del kept[at : at + 2]
+    return (*kept, *words)
 
 
 def values_of(flag: str, kind: type) -> Iterator[tuple[str, bool | None]]:

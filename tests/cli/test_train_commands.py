@@ -49,7 +49,7 @@ def test_train_then_evaluate_prints_results_on_stdout_and_progress_on_stderr(
 def test_both_scores_rank_together_by_a_weight_that_is_given_or_fitted_on_validation(
     make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str]
 ):
-    splits = ["train"] * 8 + ["val"] * 4 + ["test"] * 4
+    splits = ["train"] * 8 + ["validation"] * 4 + ["test"] * 4
     root = str(make_workspace(16, splits=splits).root)
     words = ["train", root, "--method", "albef", "--run", "r", *FAST, "--set", "dual_weight=0.5", "--json"]
     assert run_cli(words) == 0
@@ -62,6 +62,9 @@ def test_both_scores_rank_together_by_a_weight_that_is_given_or_fitted_on_valida
         assert found["dual_weight"] in DUAL_WEIGHTS
     assert run_cli(["evaluate", root, "--run", "r", "--dual-weight", "0.5"]) == 0
     assert "ITM + 0.5 x dual encoder" in capsys.readouterr().out
+    for on in ("validation", "all"):
+        assert run_cli(["evaluate", root, "--run", "r", "--dual-weight", "fit", "--on", on]) == 2
+        assert "--dual-weight fit is fitted on validation, whose figures it would" in capsys.readouterr().err
     assert run_cli(["evaluate", root, "--run", "r", "--dual-weight", "much"]) == 2
     assert "--dual-weight much: a number from 0, or fit" in capsys.readouterr().err
 

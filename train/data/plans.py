@@ -136,7 +136,7 @@ def batches_each(n_batches: int, world: int) -> int:
     """How many batches of an epoch every one of ``world`` processes takes.
 
     Raises:
-        InputError: none.
+        InputError: there are fewer batches than processes.
     """
     if n_batches < world:
         raise InputError(f"{n_batches} batches an epoch are too few for {world} processes")

@@ -36,7 +36,7 @@ class EvaluateConfig:
     checkpoint: str | None = flag(None, "best, last, or epoch-004. Default: best if there is one, else last.")
     on: str | None = flag(None, "A split, or all. Default: test if there is one, else all.")
     truth: str | None = flag(None, "Truth file: R-Precision and mAP@R as well.")
-    eccv: bool = flag(False, "COCO's 5k test: COCO 1k and 5k, CxC, ECCV Caption (fnpipe[eval]).")
+    eccv: bool = flag(False, "COCO's 5k test: COCO 1k and 5k, CxC, ECCV Caption (needs the extra eval).")
     coco_captions: str | None = flag(
         None, "With --eccv: captions_val2014.json or dataset_coco.json, for caption ids.", metavar="FILE"
     )

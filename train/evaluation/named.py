@@ -39,7 +39,12 @@ def _require_run(workspace: Workspace, config: EvaluateConfig, run: str) -> None
     if config.dual_weight is not None and not record["config"].get("itm"):
         raise InputError(f"--run {run} trained no ITM head; leave --dual-weight {config.dual_weight} out")
     if config.dual_weight == FIT:
-        split_to_fit_on(workspace)
+        fitted_on = split_to_fit_on(workspace)
+        if not config.eccv and chosen_split(workspace, config.on) in (fitted_on, "all"):
+            raise InputError(
+                f"--dual-weight {FIT} is fitted on {fitted_on}, whose figures it would make too good; evaluate on "
+                "another split with --on, or give the weight as a number"
+            )
     if config.embeddings is not None:
         if not is_frozen_run(directory):
             raise InputError(f"--run {run} embeds pictures itself; leave --embeddings {config.embeddings} out")

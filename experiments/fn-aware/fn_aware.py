@@ -157,8 +157,8 @@ class AwareChain(Chain):
         return name
 
     def edges(self, kind: str, plan: str) -> str:
-        near = f"near-{kind}-{self.run.model}"
-        known = near if near in self.workspace.names("edges") else None
+        # As `fnpipe prepare` does: a plan that avoids what was judged passes the verdicts on, another one has none.
+        known = f"near-{kind}-{self.run.model}" if f"-{kind}-" in plan else None
         name = f"{kind}-{plan}"
         config = MineConfig(candidates=self.regime.candidates, groups=(plan,), known=known, **self._mined(name))
         self._mine(kind, config)

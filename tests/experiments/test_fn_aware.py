@@ -16,6 +16,8 @@ sys.path[:0] = [str(ROOT / "experiments" / name) for name in ("effect", "fn-awar
 import fn_aware  # noqa: E402
 from effect_regime import RANDOM, Run  # noqa: E402
 
+from fnpipe.pipeline.workspace.workspace import Workspace  # noqa: E402
+
 MINIMAL = replace(fn_aware.TOY, train=128, test=16, small=32, large=64, spaces=(32, 64), candidates=2)
 
 
@@ -30,9 +32,9 @@ def test_every_row_of_a_recipe_can_be_made_again_and_the_report_holds_what_was_m
     assert set(told["expected"]) == {"A towers", "B towers", "C towers", "D towers", *(f"{k} quantile" for k in "ABC")}
     table = (tmp_path / "fn-aware.md").read_text()
     assert all(f"| {name} | 1 |" in table for name in rows)
-    edges = tmp_path / "data-1" / "edges"
-    known = {path.parent.name: json.loads(path.read_bytes())["params"]["known"] for path in edges.glob("*/meta.json")}
-    assert {name for name, other in known.items() if other} == {"learned-64-q1-learned-0"}
+    workspace = Workspace.open(tmp_path / "data-1")
+    edges = {name: workspace.stage(f"edges/{name}").require() for name in workspace.names("edges")}
+    assert [name for name, meta in edges.items() if meta.get("known")] == ["learned-64-q1-learned-0"]
 
 
 def figures(dual: float, itm: float, both: float, false: float = 5.0) -> dict[str, list[float]]:

@@ -139,6 +139,26 @@ def test_no_room_is_crowded_and_no_module_long():
         assert (lines > 350) == (name in LONG), f"{name}: {lines} lines"
 
 
+# Kernels, which a call inside their loops would slow down or scatter.
+LONG_FUNCTIONS = {"mining.plans.chain.chain", "mining.plans.quantile.quantile_order"}
+
+
+def body_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """The lines of a function without its signature and docstring."""
+    first = function.body[ast.get_docstring(function) is not None :] or function.body
+    return function.body[-1].end_lineno - first[0].lineno + 1
+
+
+def test_only_kernels_have_more_than_40_lines():
+    long = {
+        f"{name}.{node.name}"
+        for name, path in modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and body_lines(node) > 40
+    }
+    assert long == LONG_FUNCTIONS
+
+
 # Where a package is imported under another name than it is installed by.
 IMPORTED_AS = {
     "faiss-gpu": "faiss",

@@ -41,24 +41,24 @@ def audit_command(workspace: WorkspaceArgument, *, given: Given, as_json: JsonFl
         write_plot(result, plot)
 
     def render() -> None:
-        from rich.console import Console
-        from rich.table import Table
-
-        head, *lines = table(result)
-        printed = Table(
-            title=f"similarity of hardest in-batch negatives, batches of {result.batch_size}",
-            caption="harder: more similar to the anchor than its own partner",
-            box=None,
-        )
-        for column in head:
-            printed.add_column(column, justify="left" if column == "batches" else "right", no_wrap=True)
-        for line in lines:
-            printed.add_row(*line)
-        # A file or a pipe has no width; a terminal's own may be too narrow, and then the reader can widen it.
-        Console(width=None if sys.stdout.isatty() else 170, markup=False).print(printed)
+        _print_figures(table(result), f"similarity of hardest in-batch negatives, batches of {result.batch_size}")
         for what, why in result.skipped.items():
             print(f"{what if what.startswith('groups/') else f'M = {what}'} left out: {why}")
         if plot is not None:
             print(f"plot: {shown(plot)}")
 
     emit(asdict(result), as_json, render)
+
+
+def _print_figures(lines: list[list[str]], title: str) -> None:
+    """A table of figures, its headings first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    printed = Table(title=title, caption="harder: more similar to the anchor than its own partner", box=None)
+    for column in lines[0]:
+        printed.add_column(column, justify="left" if column == "batches" else "right", no_wrap=True)
+    for line in lines[1:]:
+        printed.add_row(*line)
+    # A file or a pipe has no width; a terminal's own may be too narrow, and then the reader can widen it.
+    Console(width=None if sys.stdout.isatty() else 170, markup=False).print(printed)

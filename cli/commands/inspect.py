@@ -12,7 +12,10 @@ from fnpipe.mining.views.config import InspectConfig
 from fnpipe.pipeline.machine.shown import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fnpipe.mining.views.accuracy import EdgeAccuracy
+    from fnpipe.mining.views.gallery import GallerySummary
     from fnpipe.mining.views.inspection import EdgeView
 
 
@@ -39,7 +42,7 @@ def inspect_command(workspace: WorkspaceArgument, *, given: Given, as_json: Json
     with reading(opened, {stage.name: stage.digest}, "fnpipe inspect"):
         known = Truth.read(config.truth, opened) if config.truth is not None else None
         info = EdgesInfo.read(stage)
-        thresholds, notes = info.other_thresholds(config.tau_low, config.tau_high), info.notes
+        thresholds = info.other_thresholds(config.tau_low, config.tau_high)
         view = inspect_edges(stage, config, known)
         accuracy = stage_against_truth(stage, known, thresholds) if known is not None else None
         page = None
@@ -51,22 +54,25 @@ def inspect_command(workspace: WorkspaceArgument, *, given: Given, as_json: Json
         "edges": stage.name.partition("/")[2],
         "labels": view.labels,
         "matching": view.matching,
-        "notes": list(notes),
+        "notes": list(info.notes),
         "accuracy": accuracy.as_json() if accuracy is not None else None,
         "html": asdict(page) if page is not None else None,
         "rows": [asdict(row) for row in view.rows],
     }
 
-    def render() -> None:
-        _render_view(view, stage.name)
-        for note in notes:
-            print(note)
-        if accuracy is not None:
-            _render_accuracy(accuracy)
-        if page is not None:
-            print(f"{shown(page.path)}: {page.shown:,} of {page.connections:,} connections of {page.images:,} images")
+    emit(summary, as_json, lambda: _render(stage.name, view, info.notes, accuracy, page))
 
-    emit(summary, as_json, render)
+
+def _render(
+    name: str, view: EdgeView, notes: Sequence[str], accuracy: EdgeAccuracy | None, page: GallerySummary | None
+) -> None:
+    _render_view(view, name)
+    for note in notes:
+        print(note)
+    if accuracy is not None:
+        _render_accuracy(accuracy)
+    if page is not None:
+        print(f"{shown(page.path)}: {page.shown:,} of {page.connections:,} connections of {page.images:,} images")
 
 
 def _render_view(view: EdgeView, name: str) -> None:

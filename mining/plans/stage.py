@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -56,8 +57,8 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
         InputError: missing embeddings or graph, fewer images than a batch takes, or a plan begun with other parameters.
     """
     embeddings, graph = _open_sources(workspace, config)
-    stages = [source.stage for source in (embeddings, graph) if source is not None]
     edges = workspace.resolve("edges", config.edges, "--edges") if config.edges is not None else None
+    stages = [*(source.stage for source in (embeddings, graph) if source), *([edges] if edges else [])]
     above = _avoid_above(config, edges)
     train_pairs = read_train_pairs(workspace, embeddings)
     images = len(train_pairs.images)
@@ -69,7 +70,30 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
         )
     _require_memory(config, images, graph, embeddings.width if embeddings else 0)
     stage = workspace.stage(f"groups/{config.plan_name}")
-    params = {
+    inputs = {"pairs": workspace.digest, **{source.name: source.digest for source in stages}}
+    counts = {"images": images, "planned": planned, "dropped": images - planned}
+    with stage.alone(), reading(workspace, inputs, stage.command):
+        if stage.begin(_params(config, above), inputs, overwrite=config.overwrite):
+            left = [epoch for epoch in range(config.epochs) if not plan_path(stage, epoch).exists()]
+            known = KnownMatches.of(edges, above) if edges is not None and left else None
+            for epoch in left:
+                plan = plan_epoch(train_pairs, config, epoch, embeddings, graph, known)
+                tables.write_table(plan_path(stage, epoch), plan)
+            outputs = [plan_path(stage, epoch).name for epoch in range(config.epochs)]
+            stage.finish(outputs, **counts, steps=_steps(stage, config))
+    return GroupSummary(
+        groups=config.plan_name,
+        epochs=config.epochs,
+        batch_size=config.batch_size,
+        batches=-(-planned // config.batch_size),
+        steps=stage.require()["steps"],
+        **counts,
+    )
+
+
+def _params(config: GroupConfig, above: float) -> dict[str, Any]:
+    """What the bytes of a plan depend on, as its record has it."""
+    return {
         "sampling": config.sampling,
         "batch_size": config.batch_size,
         "search_space": config.search_space if config.sampling == "grit" else None,
@@ -78,30 +102,8 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
         "keep_last": config.keep_last,
         # Only where they are used: other plans are what they were before there were such options.
         **({"quantile": config.quantile} if config.quantile < 1 else {}),
-        **({"avoid_above": above} if edges is not None else {}),
+        **({"avoid_above": above} if config.edges is not None else {}),
     }
-    inputs = {"pairs": workspace.digest, **{source.name: source.digest for source in stages}}
-    if edges is not None:
-        inputs[edges.name] = edges.digest
-    with stage.alone(), reading(workspace, inputs, stage.command):
-        if stage.begin(params, inputs, overwrite=config.overwrite):
-            left = [epoch for epoch in range(config.epochs) if not plan_path(stage, epoch).exists()]
-            known = KnownMatches.of(edges, above) if edges is not None and left else None
-            for epoch in left:
-                plan = plan_epoch(train_pairs, config, epoch, embeddings, graph, known)
-                tables.write_table(plan_path(stage, epoch), plan)
-            outputs = [plan_path(stage, epoch).name for epoch in range(config.epochs)]
-            stage.finish(outputs, images=images, planned=planned, dropped=images - planned, steps=_steps(stage, config))
-    return GroupSummary(
-        groups=config.plan_name,
-        epochs=config.epochs,
-        batch_size=config.batch_size,
-        batches=-(-planned // config.batch_size),
-        images=images,
-        planned=planned,
-        dropped=images - planned,
-        steps=stage.require()["steps"],
-    )
 
 
 def _avoid_above(config: GroupConfig, edges: Stage | None) -> float:

@@ -79,7 +79,6 @@ def write_tables(
     repeated = _repeated_keys(parts, shards) if in_place else None
     ranks: dict[str, list[np.ndarray]] = {}
     repeats = Repeats()
-    image_id = pair_id = 0
     for shard in range(shards):
         part = tables.read_table(part_path(parts, shard))
         if not len(part):
@@ -87,12 +86,13 @@ def write_tables(
         if repeated is not None:
             part = _distinct_keys(part, repeated)
         first, inside = _images_in(part)
-        number = len(done.shards)
-        pairs = _pairs(part, number, image_id + inside, pair_id, drawn)
+        first_image = sum(done.images)
+        pairs = _pairs(part, len(done.shards), first_image + inside, sum(done.pairs), drawn)
         if swaps is not None:
             pairs = swaps.applied(pairs)
-        tables.write_table(root / "pairs" / f"{number:05d}.parquet", pairs)
-        tables.write_table(root / "images" / f"{number:05d}.parquet", _images(part, first, image_id))
+        name = f"{len(done.shards):05d}.parquet"
+        tables.write_table(root / "pairs" / name, pairs)
+        tables.write_table(root / "images" / name, _images(part, first, first_image))
         for split in pc.value_counts(pairs["split"]).to_pylist():
             done.splits[split["values"]] += split["counts"]
             mine = part["rank"].filter(pc.equal(pairs["split"], split["values"])).to_numpy()
@@ -101,20 +101,24 @@ def write_tables(
         done.shards.append(shard)
         done.images.append(len(first))
         done.pairs.append(len(part))
-        image_id += len(first)
-        pair_id += len(part)
     if swaps is not None:
         tables.write_table(root / SHUFFLED, swaps.table())
         done.shuffled = int(swaps.wrong.sum())
     done.straddling = _straddling(ranks)
     done.notes = repeats.notes(partial(_example, root, parts, done.shards))
-    kinds = ("pairs", "images")
-    written = {kind: [root / kind / f"{n:05d}.parquet" for n in range(len(done.shards))] for kind in kinds}
-    pairs = content_digests(written["pairs"], root)
-    done.digest = digest_listed(pairs)
-    further = [root / "quarantine.parquet", *([root / SHUFFLED] if swaps is not None else [])]
-    done.outputs = {**pairs, **content_digests([*written["images"], *further], root)}
+    _list_outputs(root, done)
     return done
+
+
+def _list_outputs(root: Path, done: Finished) -> None:
+    """Put the digests of the tables that were written into ``done``."""
+    pairs, images = (
+        content_digests([root / kind / f"{n:05d}.parquet" for n in range(len(done.shards))], root)
+        for kind in ("pairs", "images")
+    )
+    further = ["quarantine.parquet", *([] if done.shuffled is None else [SHUFFLED])]
+    done.digest = digest_listed(pairs)
+    done.outputs = {**pairs, **images, **content_digests([root / name for name in further], root)}
 
 
 def _example(root: Path, parts: Path, shards: list[int], number: int, row: int) -> tuple[str, str, str]:

@@ -196,22 +196,21 @@ def _finish(root: Path, parts: Path, plan: Plan, config: ShardConfig, begun: dic
         seed=config.seed,
         in_place=config.in_place,
     )
+    counts = {
+        "rows": sum(plan.per_source),
+        "kept": tally.kept.total(),
+        "quarantined": quarantined,
+        "captions_dropped": tally.captions_dropped,
+        **({} if written.shuffled is None else {"shuffled": written.shuffled}),
+    }
+    of_sources = [note for source in plan.sources for note in source.notes]
     for number, source in enumerate(begun["sources"]):
         source.update(rows=plan.per_source[number], kept=tally.kept[number])
     return {
         **begun,
         "complete": True,
-        "counts": {
-            "rows": sum(plan.per_source),
-            "kept": tally.kept.total(),
-            "quarantined": quarantined,
-            "captions_dropped": tally.captions_dropped,
-            **({} if written.shuffled is None else {"shuffled": written.shuffled}),
-        },
-        "notes": [note for source in plan.sources for note in source.notes]
-        + _untrained(written.splits)
-        + _straddling(written.straddling)
-        + written.notes,
+        "counts": counts,
+        "notes": [*of_sources, *_untrained(written.splits), *_straddling(written.straddling), *written.notes],
         "shards": [_shard_url(plan, config, shard) for shard in written.shards],
         "tars": [
             describe_in_place(plan.tar_of(shard)) if config.in_place else read_tar_facts(parts, shard)

@@ -132,8 +132,8 @@ def check_falcon(config: FalconKeys) -> None:
         for key, value in given.items():
             raise InputError(f"{key} is {value}, which only falcon has; leave it out, or use --method {FALCON}")
         return
-    for key in ("groups", "materialized"):
-        if getattr(config, key) is not None:
+    for key in ("groups", "materialized", "warm"):
+        if getattr(config, key):
             raise InputError(f"{key} is {getattr(config, key)}, and {FALCON} constructs its own batches; leave it out")
     scheduler = _scheduler(config)
     if config.quantile is not None and scheduler != FIXED:

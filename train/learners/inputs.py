@@ -73,38 +73,21 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
     Raises:
         InputError: one is missing, damaged, unfinished, made for other pairs, or there are several to choose from.
     """
-    digests = {"pairs": workspace.digest}
     # All that the run needs of the pairs, in one pass over them.
     workspace.pairs.load("image_of", "train", "picture_codes", "caption_codes", "captions", "places")
-    members = read_train_pairs(workspace)
-    plan = find_plan(workspace, config)
+    members, plan = read_train_pairs(workspace), find_plan(workspace, config)
     batch_size = config.batch_size or (64 if architecture == TINY else 128)
     source: BatchSource | FalconSource
     if config.method == FALCON:
         source = open_falcon(workspace, config, batch_size)
-        digests[source.embeddings.stage.name] = source.embeddings.stage.digest
-    elif plan is not None:
-        source = planned_batches(plan, config.batch_size)
-        digests[plan.name] = plan.digest
+        made_of: Stage | None = source.embeddings.stage
     else:
-        source = RandomBatches(members, batch_size, config.seed)
+        source = open_batches(workspace, config, plan, RandomBatches(members, batch_size, config.seed))
+        made_of = plan
     check_batch_size(source.batch_size, config.batch_size, workspace)
-    if config.min_recorded_probability > 0 and not isinstance(source, FalconSource):
-        source = WithoutPairs(source, doubted_pairs(find_edges(workspace, config), config.min_recorded_probability))
-    if config.warm:
-        if isinstance(source, FalconSource) or not source.grouped or config.materialized is not None:
-            raise InputError(
-                f"warm is {config.warm}, and goes before the batches of a GRIT plan that is not materialized"
-            )
-        source = Warmed(source, config.warm, config.seed)
-    edges, bound, thresholds = None, IDENTITY_BOUND, (TAU_LOW, TAU_HIGH)
-    if config.method_losses.ecm or config.edges is not None:
-        stage = find_edges(workspace, config)
-        digests[stage.name] = stage.digest
-        info = EdgesInfo.read(stage)
-        others = info.other_thresholds(config.tau_low, config.tau_high)
-        thresholds = others or (info.tau_low, info.tau_high)
-        edges, bound = EdgeLookup.read(stage, others), info.identity_bound
+    mined = find_edges(workspace, config) if config.method_losses.ecm or config.edges is not None else None
+    edges, bound, thresholds = _labelled(mined, config)
+    digests = {"pairs": workspace.digest, **{stage.name: stage.digest for stage in (made_of, mined) if stage}}
     truth = None
     if config.truth is not None:
         truth = Truth.read(config.truth, workspace)
@@ -127,6 +110,33 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         stream=stream,
         digests=digests,
     )
+
+
+def open_batches(workspace: Workspace, config: TrainConfig, plan: Stage | None, drawn: RandomBatches) -> BatchSource:
+    """The batches of a plan, or else those ``drawn``, without the doubted pairs; random epochs before them if asked.
+
+    Raises:
+        InputError: the plan has another batch size than was asked for, or ``warm`` goes before no GRIT plan.
+    """
+    source: BatchSource = drawn if plan is None else planned_batches(plan, config.batch_size)
+    if config.min_recorded_probability > 0:
+        source = WithoutPairs(source, doubted_pairs(find_edges(workspace, config), config.min_recorded_probability))
+    if config.warm:
+        if not source.grouped or config.materialized is not None:
+            raise InputError(
+                f"warm is {config.warm}, and goes before the batches of a GRIT plan that is not materialized"
+            )
+        source = Warmed(source, config.warm, config.seed)
+    return source
+
+
+def _labelled(edges: Stage | None, config: TrainConfig) -> tuple[EdgeLookup | None, int, tuple[float, float]]:
+    """Edges as this run labels them, the bound of their identity rule, and the thresholds in force."""
+    if edges is None:
+        return None, IDENTITY_BOUND, (TAU_LOW, TAU_HIGH)
+    info = EdgesInfo.read(edges)
+    others = info.other_thresholds(config.tau_low, config.tau_high)
+    return EdgeLookup.read(edges, others), info.identity_bound, others or (info.tau_low, info.tau_high)
 
 
 def make_loader(config: Recipe, inputs: Inputs, model: VLModel) -> Loader:

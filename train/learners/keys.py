@@ -149,44 +149,46 @@ def resolve(
     augment = config.augment
     if augment == "auto":
         augment = "tiny" if tiny else "open-clip" if config.method == "itc" else "albef"
-    smoothing = config.smoothing
-    if smoothing is None:
-        # MAFA's table 6: it hurts random batches.
-        smoothing = 0.5 if method.ecm and grouped and itc_loss == "softmax" else 0.0
-    if itc_loss == "sigmoid":
-        for key, value in (("smoothing", smoothing), ("gather", config.gather), ("consistency", config.consistency)):
-            if value:
-                raise InputError(f"{key} is {value}, which the sigmoid loss does not have; leave it out")
-    itm = method.itm if config.itm is None else config.itm
-    for key, drawn in (("itm_easy", config.itm_easy > 0), ("itm_top", config.itm_top > 1)):
-        if drawn and not itm:
-            raise InputError(f"{key} is {getattr(config, key)}, and the run trains no matching head; leave it out")
     precision = config.precision
     if precision == "auto":
         precision = "bf16" if cuda and bf16 else "fp32"
     evaluate_on = config.evaluate_on or split_to_choose_by(splits)
-    total = epochs * steps_per_epoch
-    chosen = dict(
-        model=architecture,
-        itc_loss=itc_loss,
-        text_attention=text_attention,
-        epochs=epochs,
-        batch_size=batch_size,
-        itm=itm,
-        mlm=method.mlm if config.mlm is None else config.mlm,
-        smoothing=smoothing,
-        tau_low=thresholds[0],
-        tau_high=thresholds[1],
-        lr=config.lr if config.lr is not None else (1.5e-3 if tiny else 1e-4),
-        warmup_steps=config.warmup_steps if config.warmup_steps is not None else min(1000, math.ceil(total / 20)),
-        precision=precision,
-        device="cuda" if cuda else "cpu",
-        workers=config.workers if config.workers is not None else (0 if cached else cores),
-        augment=augment,
-        flip=config.flip if config.flip is not None else augment == "albef",
-        evaluate_on=evaluate_on,
-        evaluate_every=config.evaluate_every if evaluate_on else 0,
-        clip_norm=config.clip_norm if config.clip_norm is not None else (0.0 if config.method == FALCON else 5.0),
-        **resolve_falcon(config, batch_size, tiny),
-    )
-    return Recipe(**{**vars(config), **chosen})
+    found = {
+        "model": architecture,
+        "itc_loss": itc_loss,
+        "text_attention": text_attention,
+        "epochs": epochs,
+        "batch_size": batch_size,
+        "tau_low": thresholds[0],
+        "tau_high": thresholds[1],
+        "precision": precision,
+        "device": "cuda" if cuda else "cpu",
+        "augment": augment,
+        "evaluate_on": evaluate_on,
+        "evaluate_every": config.evaluate_every if evaluate_on else 0,
+    }
+    where_left_open = {
+        "itm": method.itm,
+        "mlm": method.mlm,
+        # MAFA's table 6: it hurts random batches.
+        "smoothing": 0.5 if method.ecm and grouped and itc_loss == "softmax" else 0.0,
+        "lr": 1.5e-3 if tiny else 1e-4,
+        "warmup_steps": min(1000, math.ceil(epochs * steps_per_epoch / 20)),
+        "workers": 0 if cached else cores,
+        "flip": augment == "albef",
+        "clip_norm": 0.0 if config.method == FALCON else 5.0,
+    }
+    chosen = {key: value for key, value in where_left_open.items() if getattr(config, key) is None}
+    recipe = Recipe(**{**vars(config), **found, **chosen, **resolve_falcon(config, batch_size, tiny)})
+    _refuse_unused(recipe)
+    return recipe
+
+
+def _refuse_unused(recipe: Recipe) -> None:
+    if recipe.itc_loss == "sigmoid":
+        for key in ("smoothing", "gather", "consistency"):
+            if value := getattr(recipe, key):
+                raise InputError(f"{key} is {value}, which the sigmoid loss does not have; leave it out")
+    for key, drawn in (("itm_easy", recipe.itm_easy > 0), ("itm_top", recipe.itm_top > 1)):
+        if drawn and not recipe.itm:
+            raise InputError(f"{key} is {getattr(recipe, key)}, and the run trains no matching head; leave it out")

@@ -68,12 +68,6 @@ def open_pictures(
     weights = model_file(config.init, workspace) if config.init is not None else None
     inputs.digests.update(init_digest(config.init, weights))
     cuda = world.device.type == "cuda"
-    small = config.augment in ("tiny", "none") or (config.augment == "auto" and architecture == TINY)
-    kept = (
-        not config.workers
-        and inputs.stream is None
-        and fits_in_memory(len(inputs.image_ids), model.image_size, config.cache_mib << 20)
-    )
     recipe = resolve(
         config,
         architecture=architecture,
@@ -83,7 +77,7 @@ def open_pictures(
         batch_size=inputs.source.batch_size,
         grouped=inputs.source.grouped,
         splits=list(workspace.splits()),
-        cached=small and kept,
+        cached=_kept_in_memory(config, inputs, model),
         cuda=cuda,
         bf16=cuda and torch.cuda.is_bf16_supported(),
         cores=available_cpus(),
@@ -99,6 +93,14 @@ def open_pictures(
     if con_d is None and config.agreement is not None:
         learner.con_d = load_discriminator(config.agreement, workspace, world.device)
     return learner
+
+
+def _kept_in_memory(config: TrainConfig, inputs: Inputs, model: VLModel) -> bool:
+    """Whether the pictures are decoded once, to the model's size, and stay; only mild augmentation begins with that."""
+    tiny = config.augment == "auto" and model.config.architecture == TINY
+    if config.workers or inputs.stream is not None or not (tiny or config.augment in ("tiny", "none")):
+        return False
+    return fits_in_memory(len(inputs.image_ids), model.image_size, config.cache_mib << 20)
 
 
 class PictureLearner(Learner[Batch, VLModel]):

@@ -180,4 +180,4 @@ def test_keys_lists_every_key_with_its_default(capsys: pytest.CaptureFixture[str
     assert keys["policy_lr"]["meaning"].startswith("falcon: learning rate of the policy (Adam)")
     assert run_cli(["train", "--keys"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "smoothing_start_epoch (int, default: 1) the epoch in which it starts, counted from 0." in said
+    assert "smoothing_start_epoch (int, default: 1) the epoch in which smoothing starts, counted from 0." in said

@@ -80,20 +80,14 @@ class FalconKeys(RunKeys):
     )
     policy_quantiles: int = option(32, "falcon: how many quantiles the policy sees, m.", low=2)
     policy_alpha: float | None = option(
-        None,
-        "falcon: the Beta distribution that the policy starts from (None: 5.5 and 1.2 on log-rank, 9.5 and 0.5 on "
-        "rank).",
-        low=0.0,
+        None, "falcon: alpha of the Beta that the policy starts from (None: 5.5 on log-rank, 9.5 on rank).", low=0.0
     )
     policy_beta: float | None = option(
-        None,
-        "falcon: the Beta distribution that the policy starts from (None: 5.5 and 1.2 on log-rank, 9.5 and 0.5 on "
-        "rank).",
-        low=0.0,
+        None, "falcon: beta of the Beta that the policy starts from (None: 1.2 on log-rank, 0.5 on rank).", low=0.0
     )
     policy_floor: float | None = option(
         None,
-        "falcon: neither parameter of the Beta falls to this or below (None: 1 on log-rank, 0.3 on rank, where the "
+        "falcon: alpha and beta of the policy's Beta stay above this (None: 1 on log-rank, 0.3 on rank, where the "
         "mass must be able to stand at 1).",
         low=0.0,
     )

@@ -27,35 +27,39 @@ class FrozenConfig(SessionKeys, ABC):
     """What every method on frozen embeddings can be told."""
 
     method: str = option(MISSING, "vacsr or adapter.")
-    embeddings: str | None = option(None, "which are trained on; None: the only ones there are.")
+    embeddings: str | None = option(None, "the stored embeddings to train on; None: the only ones there are.")
     groups: str | None = option(None, "the plan; None: seeded random batches.")
-    edges: str | None = option(None, "mined edges: their positives are positives. None: the recorded pairs alone are.")
+    edges: str | None = option(None, "mined edges whose positives count as matches; None: the recorded pairs alone do.")
     tau_high: float | None = option(
-        None, "p above which an edge is a positive; None: as it is labelled.", low=0.0, high=1.0
+        None, "edges with p above this are positives; None: as the edges are labelled.", low=0.0, high=1.0
     )
     truth: str | None = option(None, "a truth file, for mAP@R.")
-    epochs: int | None = option(None, "None: as many as make about 1,536 steps.", low=1)
+    epochs: int | None = option(
+        None, "how often the images are gone through; None: as many as make about 1,536 steps.", low=1
+    )
     batch_size: int | None = option(
-        None, "of random batches (None: 64, or all images where there are fewer); a plan has its own.", low=2
+        None, "pairs of a random batch (None: 64, or all images where there are fewer); a plan has its own.", low=2
     )
     seed: int = option(0, "every random draw derives from it, the epoch and the batch.", low=0, high=2**63 - 1)
     lr: float = option(2e-3, "AdamW's learning rate.", low=0.0)
-    drop_after: float = option(0.6, "the share of the steps after which it falls.", low=0.0, high=1.0)
-    lr_drop: float = option(0.1, "to what share of it.", low=0.0, high=1.0)
-    weight_decay: float = option(0.01, "AdamW's.", low=0.0)
+    drop_after: float = option(0.6, "the share of the steps after which lr falls.", low=0.0, high=1.0)
+    lr_drop: float = option(0.1, "the share of lr to which it falls after drop_after.", low=0.0, high=1.0)
+    weight_decay: float = option(0.01, "AdamW's weight decay.", low=0.0)
     ema_decay: float = option(
         0.0, "keep an exponential mean of the weights, and evaluate and save that; 0: none.", low=0.0, high=1.0
     )
-    device: str = option("auto", "auto, cpu, cuda.")
-    threads: int | None = option(None, "torch's; None: torch's own choice.", low=1)
+    device: str = option("auto", "where the run computes: auto, cpu or cuda.")
+    threads: int | None = option(None, "torch's threads; None: torch's own choice.", low=1)
     evaluate_every: int = option(0, "epochs between evaluations; 0: after the last one alone.", low=0)
     evaluate_on: str | None = option(
         None,
-        "the split (None: validation if there is one, else test, else no evaluation). Of a split other than test the "
-        "best weights are kept.",
+        "the split that is evaluated while training (None: validation if there is one, else test, else no "
+        "evaluation). Of a split other than test the best weights are kept.",
     )
-    evaluate_images: int = option(1000, "evaluate on so many images at most while training.", low=1)
-    checkpoint_steps: int = option(1000, "write last so often, besides at the end of every epoch.", low=1)
+    evaluate_images: int = option(1000, "the most images to evaluate on while training.", low=1)
+    checkpoint_steps: int = option(
+        1000, "steps from one saved state (last) to the next; the end of an epoch saves one too.", low=1
+    )
     keep_every: int = option(0, "keep the checkpoint of every N-th epoch; 0: only last and best.", low=0)
     tensorboard: bool = option(True, "write scalars for TensorBoard, where it is installed.")
 
@@ -84,15 +88,21 @@ class VacsrConfig(FrozenConfig):
 
     method: Literal["vacsr"] = option(MISSING, "vacsr or adapter.")
     hidden: int | None = option(None, "units of the hidden layers (None: twice the width of the embeddings).", low=1)
-    components: int = option(1, "of the mixture, K.", low=1, high=64)
+    components: int = option(
+        1, "normal distributions in the mixture that a combination becomes, K in the paper.", low=1, high=64
+    )
     cosine_weight: float = option(
         0.0,
         "what the cosine is multiplied by at first before it is added to the logit; learned from there. 0: the logit "
         "is the decoder's alone, as in the paper.",
         low=0.0,
     )
-    kl_weight: float = option(LossConfig.kl_weight, "of those two losses; 0 leaves one out.", low=0.0)
-    sigma_weight: float = option(LossConfig.sigma_weight, "of those two losses; 0 leaves one out.", low=0.0)
+    kl_weight: float = option(
+        LossConfig.kl_weight, "weight of the loss that keeps the mixture near a standard normal; 0: none.", low=0.0
+    )
+    sigma_weight: float = option(
+        LossConfig.sigma_weight, "weight of L_sigma, by which variances follow errors; 0: none.", low=0.0
+    )
     sigma_target: Literal["one", "label"] = option(
         LossConfig.sigma_target,
         "the error that a negative's variance follows: one: (1 - y)^2, so that a hard negative near 1 stays certain, "
@@ -102,12 +112,13 @@ class VacsrConfig(FrozenConfig):
         LossConfig.hardest, "a row's hardest negative has the largest similarity, or the largest expression of L_sigma."
     )
     recon_weight: Literal["inverse-variance", "none"] = option(
-        LossConfig.recon_weight, "inverse-variance (detached, mean 1), or none."
+        LossConfig.recon_weight,
+        "what a combination's reconstruction loss is weighted by: inverse-variance (detached, mean 1), or none.",
     )
     noise: bool = option(
         True,
-        "draw from the mixture. Without it, and without kl_weight, sigma_weight and recon_weight, this is an MLP on "
-        "the product with the gradient of binary cross-entropy.",
+        "draw from the mixture; off, its means are taken. Without it, and without kl_weight, sigma_weight and "
+        "recon_weight, this is an MLP on the product with the gradient of binary cross-entropy.",
     )
     tile: int = option(
         TILE,
@@ -135,9 +146,13 @@ class AdapterConfig(FrozenConfig):
     """The keys of ``--method adapter``; see `fnpipe.train.objectives.adapter`."""
 
     method: Literal["adapter"] = option(MISSING, "vacsr or adapter.")
-    map: Literal["linear", "two-layer"] = option("two-layer", "linear, or two-layer.")
-    hidden: int | None = option(None, "units between the two layers (None: twice the width).", low=1)
-    loss: Literal["infonce", "sigmoid"] = option("infonce", "infonce, or sigmoid, which suffers less from wrong pairs.")
+    map: Literal["linear", "two-layer"] = option(
+        "two-layer", "what turns an embedding: a linear map, or a two-layer network."
+    )
+    hidden: int | None = option(None, "units between the two layers of a two-layer map (None: twice the width).", low=1)
+    loss: Literal["infonce", "sigmoid"] = option(
+        "infonce", "the contrastive loss: infonce, or sigmoid, which suffers less from wrong pairs."
+    )
 
     losses: ClassVar[tuple[str, ...]] = ("loss", "temp")
 

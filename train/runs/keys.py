@@ -31,10 +31,14 @@ class RunKeys(SessionKeys):
         "where the weights start: a checkpoint file, run:NAME, demo; None: from scratch.",
         help="A checkpoint file, run:NAME, demo, or a tag of --model.",
     )
-    image_size: int | None = option(None, "of the model (None: as the architecture, or init, has them).", low=1)
-    fusion_layers: int | None = option(None, "of the model (None: as the architecture, or init, has them).", low=1)
+    image_size: int | None = option(
+        None, "width and height of the model's input, in pixels (None: that of the architecture, or of init).", low=1
+    )
+    fusion_layers: int | None = option(
+        None, "layers of the fusion encoder (None: as many as the architecture, or init, has).", low=1
+    )
     itc_loss: Literal["softmax", "sigmoid"] | None = option(
-        None, "softmax, or SigLIP's sigmoid (None: that of init, else softmax)."
+        None, "the contrastive loss: softmax, or SigLIP's sigmoid (None: that of init, else softmax)."
     )
     text_attention: Literal["own", "bidirectional"] | None = option(
         None,
@@ -77,22 +81,24 @@ class RunKeys(SessionKeys):
         "itm:RUN or itm:demo: run this discriminator on some batches, and log how often it would have said what was "
         "looked up.",
     )
-    agreement_steps: int = option(50, "on every so manieth batch.", low=1)
+    agreement_steps: int = option(50, "batches from one that agreement looks at to the next.", low=1)
     epochs: int | None = option(
         None,
-        "None: 20, for fnpipe-tiny as many as make about 3,600 steps.",
+        "how often the train images are gone through (None: 20, for fnpipe-tiny as many as make about 3,600 steps).",
         low=1,
         help="Default: 20; for fnpipe-tiny about 3,600 steps, on frozen embeddings about 1,536.",
     )
     batch_size: int | None = option(
         None,
-        "of random batches, and of falcon's (None: 64 for fnpipe-tiny, else 128, or all images where there are fewer);"
-        " a plan has its own.",
+        "pairs of a random batch, or one of falcon's (None: 64 for fnpipe-tiny, else 128, or all images where there "
+        "are fewer); a plan has its own.",
         low=2,
     )
     seed: int = option(0, "every random draw derives from it, the epoch and the batch.", low=0, high=2**63 - 1)
-    itm: bool | None = option(None, "turn a loss of the method on or off (None: as the method has it).")
-    mlm: bool | None = option(None, "turn a loss of the method on or off (None: as the method has it).")
+    itm: bool | None = option(None, "train the matching head, ITM (None: all do but itc, and falcon with reward itg).")
+    mlm: bool | None = option(
+        None, "train masked language modelling, MLM (None: all do but itc, and falcon with reward itg)."
+    )
     mask_rate: float = option(0.5, "share of the tokens that MLM masks.", low=0.0, high=1.0)
     min_recorded_probability: float = option(
         0.0,
@@ -100,16 +106,24 @@ class RunKeys(SessionKeys):
         low=0.0,
         high=1.0,
     )
-    tau_low: float | None = option(None, "bounds on p (None: those of the edges).", low=0.0, high=1.0)
-    tau_high: float | None = option(None, "bounds on p (None: those of the edges).", low=0.0, high=1.0)
+    tau_low: float | None = option(
+        None, "edges with p below this are negatives (None: as the edges are labelled).", low=0.0, high=1.0
+    )
+    tau_high: float | None = option(
+        None, "edges with p above this are positives (None: as the edges are labelled).", low=0.0, high=1.0
+    )
     false_negatives: Literal["positive", "drop", "ignore"] = option(
-        "positive", "mined ones become positive, are taken out (drop), or stay negatives (ignore)."
+        "positive",
+        "what the hardest negatives that edges call positive become: positive, taken out (drop), or left as "
+        "they are (ignore).",
     )
     unscored: Literal["negative", "next"] = option(
         "negative", "a hardest negative without a score is a negative, or the hardest scored one is taken (next)."
     )
     second: Literal["plain", "next-negative"] = option(
-        "plain", "what takes an ambiguous one's place: the next hardest (plain), or the next-negative one."
+        "plain",
+        "what takes the place of a hardest negative that edges call ambiguous: the next hardest (plain), or the next "
+        "one that they call negative (next-negative).",
     )
     itm_top: int = option(
         1,
@@ -124,13 +138,14 @@ class RunKeys(SessionKeys):
     )
     smoothing: float | None = option(
         None,
-        "S-ITC's weight a (None: 0.5 for mafa on grouped batches and falcon with edges, else 0).",
+        "weight of smoothed contrastive targets, a in MAFA's S-ITC (None: 0.5 for mafa on grouped batches and falcon "
+        "with edges, else 0).",
         low=0.0,
         high=1.0,
     )
-    smoothing_start_epoch: int = option(1, "the epoch in which it starts, counted from 0.", low=0)
+    smoothing_start_epoch: int = option(1, "the epoch in which smoothing starts, counted from 0.", low=0)
     grad_checkpointing: bool = option(False, "compute activations again in the backward pass instead of keeping them.")
-    consistency: float = option(0.0, "weight of GRIT's consistency loss (0.2 in the paper; off by default).", low=0.0)
+    consistency: float = option(0.0, "weight of GRIT's consistency loss (0.2 in the paper); 0: none.", low=0.0)
     vacsr: float = option(
         0.0,
         "weight of VACSR's loss on the two embeddings, its network trained along with the towers; 0: none. The network"
@@ -144,9 +159,11 @@ class RunKeys(SessionKeys):
         "goes on as gently as init's ended takes that run's lr times its min_lr_ratio.",
         low=0.0,
     )
-    min_lr_ratio: float = option(0.1, "the share of it at which its cosine ends.", low=0.0, high=1.0)
-    weight_decay: float = option(0.02, "not on norms, biases, and the temperature.", low=0.0)
-    warmup_steps: int | None = option(None, "None: a twentieth of the run, 1,000 at most.", low=0)
+    min_lr_ratio: float = option(0.1, "the share of lr at which its cosine ends.", low=0.0, high=1.0)
+    weight_decay: float = option(0.02, "AdamW's weight decay, not on norms, biases, and the temperature.", low=0.0)
+    warmup_steps: int | None = option(
+        None, "steps in which lr rises from 0 (None: a twentieth of the run, 1,000 at most).", low=0
+    )
     clip_norm: float | None = option(
         None,
         "bound of the gradient's norm; 0: none. None: 5, with falcon 0. A bound below the norm of hard batches "
@@ -159,8 +176,10 @@ class RunKeys(SessionKeys):
         0.0, "keep an exponential mean of the weights, and evaluate and save that; 0: none.", low=0.0, high=1.0
     )
     compile: bool = option(False, "run the transformer blocks through torch.compile.")
-    precision: Literal["auto", "fp32", "bf16", "fp16"] = option("auto", "auto is bf16 on a GPU that has it, else fp32.")
-    device: str = option("auto", "auto, cpu, cuda.")
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = option(
+        "auto", "numbers that the forward pass computes in; auto is bf16 on a GPU that has it, else fp32."
+    )
+    device: str = option("auto", "where the run computes: auto, cpu or cuda.")
     threads: int | None = option(
         None,
         "torch's threads for one process; None: torch's own choice.",
@@ -168,13 +187,15 @@ class RunKeys(SessionKeys):
         help="torch's threads. Default: torch's own choice.",
     )
     workers: int | None = option(
-        None, "processes that decode; None: none where the pictures are kept in memory, else one per core.", low=0
+        None,
+        "processes that decode pictures; None: none where the pictures are kept in memory, else one per core.",
+        low=0,
     )
     cache_mib: int = option(
-        1024, "keep the decoded pictures in memory, at the model's input size, where they fit into this.", low=0
+        1024, "MiB of memory for decoded pictures: they stay, at the model's input size, if all fit.", low=0
     )
     augment: Literal["auto", "tiny", "albef", "open-clip", "none"] = option(
-        "auto", "auto is tiny for fnpipe-tiny, open-clip for itc, else albef."
+        "auto", "how pictures are changed at random; auto is tiny for fnpipe-tiny, open-clip for itc, else albef."
     )
     flip: bool | None = option(
         None, "mirror half the pictures (None: as the papers do, but not for fnpipe-tiny: captions say left and right)."
@@ -182,16 +203,18 @@ class RunKeys(SessionKeys):
     evaluate_every: int = option(1, "epochs between evaluations on evaluate_on; 0: never.", low=0)
     evaluate_on: str | None = option(
         None,
-        "the split (None: validation if there is one, else test, else no evaluation). Of a split other than test the "
-        "best weights are kept.",
+        "the split that is evaluated while training (None: validation if there is one, else test, else no "
+        "evaluation). Of a split other than test the best weights are kept.",
     )
     dual_weight: float | None = option(
         None,
         "evaluate also by the matching head's logit plus this times the dual encoder's: both_ in metrics.jsonl.",
         low=0.0,
     )
-    evaluate_images: int = option(1000, "evaluate on so many images at most while training.", low=1)
-    checkpoint_steps: int = option(1000, "write last so often, besides at the end of every epoch.", low=1)
+    evaluate_images: int = option(1000, "the most images to evaluate on while training.", low=1)
+    checkpoint_steps: int = option(
+        1000, "steps from one saved state (last) to the next; the end of an epoch saves one too.", low=1
+    )
     keep_every: int = option(0, "keep the checkpoint of every N-th epoch; 0: only last and best.", low=0)
     tensorboard: bool = option(True, "write scalars for TensorBoard, where it is installed.")
 

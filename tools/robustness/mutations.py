@@ -19,6 +19,7 @@ import os
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import argparse
+import importlib
 import json
 import resource
 import shlex
@@ -32,11 +33,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import hypothesis
-import open_clip  # noqa: F401  # imported for the forks, as are the next ones
-import pyarrow.parquet  # noqa: F401
 import pytest
-import torchvision.transforms.v2  # noqa: F401
 
+# Imported once, for all forks.
+LARGE = ("open_clip", "pyarrow.parquet", "torchvision.transforms.v2")
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PACKAGES = ("pipeline", "mining", "train", "cli")
@@ -84,6 +84,8 @@ def read_faults(path: Path) -> Iterator[Fault]:
 def check(tree: Path, faults: Sequence[Fault]) -> dict[str, object]:
     """Run the tests of every fault without one, then with it, and print a line each."""
     start = time.monotonic()
+    for name in LARGE:
+        importlib.import_module(name)
     for tests in dict.fromkeys(fault.tests for fault in faults):
         code, output = run_tests(tree, tests, cache=tree / "numba")
         if code != 0:
@@ -110,6 +112,7 @@ def check(tree: Path, faults: Sequence[Fault]) -> dict[str, object]:
 def copy_project(tree: Path) -> Path:
     """Lay the packages under ``tree/fnpipe``, the tests beside them; return ``tree``."""
     no_caches = shutil.ignore_patterns("__pycache__", ".pytest_cache")
+    shutil.copytree(ROOT / "api", tree / "fnpipe", ignore=no_caches)
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tree / "fnpipe" / package, ignore=no_caches)
     shutil.copytree(ROOT / "tests", tree / "tests", symlinks=True, ignore=no_caches)
@@ -163,7 +166,9 @@ def _in_fork(tree: Path, tests: Sequence[str], cache: Path, faulty: Path | None,
     quick = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
     hypothesis.settings.register_profile("mutations", derandomize=True, database=None, phases=quick)
     hypothesis.settings.load_profile("mutations")
-    code = int(pytest.main([*tests, "-x", "--tb=line", "-p", "no:cacheprovider"]))
+    # A plugin of pytest may be loaded already, by a library that uses its package too.
+    loaded = "ignore::pytest.PytestAssertRewriteWarning"
+    code = int(pytest.main([*tests, "-x", "--tb=line", "-p", "no:cacheprovider", "-W", loaded]))
     sys.stdout.flush()
     ours = {
         Path(module.__file__)

@@ -133,13 +133,18 @@ def test_a_caption_of_another_epoch_is_never_stepped_to_but_leads_on(make_worksp
     pair_ids = members.captions_of_epoch(1, seed=0)
     order, steps = walk_graph(members, pair_ids, embeddings, graph, np.random.default_rng(6))
     assert sorted(order) == list(range(80))
-    assert sum(steps.values()) == 79
+    by_list = 0
     for step, (row, following) in enumerate(pairwise(order)):
+        unused = set(order[step + 1 :].tolist())
         if step % 2 == 0:
-            unused = set(order[step + 1 :].tolist())
             listed = [p // 3 for p in graph.i2t_ids[row] if p in pair_ids and p // 3 in unused]
-            if listed:
-                assert following == listed[0]
+        else:
+            listed = [image for image in graph.t2i_ids[pair_ids[row]] if image in unused]
+        if listed:
+            assert following == listed[0]
+            by_list += 1
+    assert steps["list"] == by_list
+    assert sum(steps.values()) == 79
 
 
 def test_the_command_says_how_the_steps_were_taken(make_workspace: MakeWorkspace, capsys):

@@ -185,10 +185,22 @@ def resolve(
 
 
 def _refuse_unused(recipe: Recipe) -> None:
+    """Refuse what has been asked for and changes nothing: keys whose value is not the one of leaving them out."""
     if recipe.itc_loss == "sigmoid":
-        for key in ("smoothing", "gather", "consistency"):
-            if value := getattr(recipe, key):
-                raise InputError(f"{key} is {value}, which the sigmoid loss does not have; leave it out")
-    for key, drawn in (("itm_easy", recipe.itm_easy > 0), ("itm_top", recipe.itm_top > 1)):
-        if drawn and not recipe.itm:
-            raise InputError(f"{key} is {getattr(recipe, key)}, and the run trains no matching head; leave it out")
+        _refuse(
+            recipe,
+            {"smoothing": 0.0, "gather": False, "consistency": 0.0, "itc_columns": "both"},
+            ", which the sigmoid loss does not have",
+        )
+    if not recipe.itm:
+        _refuse(
+            recipe, {"itm_easy": 0, "itm_top": 1, "itm_negatives": "hardest"}, ", and the run trains no matching head"
+        )
+    if recipe.itm_negatives == "sampled":
+        _refuse(recipe, {"itm_top": 1}, ", and itm_negatives=sampled draws from all of them")
+
+
+def _refuse(recipe: Recipe, unused: Mapping[str, Any], why: str) -> None:
+    for key, without in unused.items():
+        if (value := getattr(recipe, key)) != without:
+            raise InputError(f"{key} is {value}{why}; leave it out")

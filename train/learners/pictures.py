@@ -324,6 +324,7 @@ def _step_config(config: Recipe, group: World) -> StepConfig:
         gather_rank=group.rank if gathering else 0,
         itg=config.reward == ITG,
         vacsr=config.vacsr,
+        stop_columns=config.itc_columns == "stopped",
     )
 
 
@@ -333,6 +334,7 @@ def _ecm_config(config: Recipe) -> EcmConfig:
         false_negatives=config.false_negatives if config.method_losses.ecm else "ignore",
         unscored=config.unscored if config.method_losses.ecm else "negative",
         second=config.second,
+        negatives=config.itm_negatives,
         top=config.itm_top,
         easy=config.itm_easy,
     )

@@ -70,8 +70,8 @@ def _widen(block: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 def itc_loss(logits_i2t: torch.Tensor, logits_t2i: torch.Tensor, targets: ItcTargets) -> torch.Tensor:
     """Contrastive loss (ALBEF, equation 2, with MAFA's targets): mean of the two directions' cross entropies.
 
-    The gradient reaches both sides of a similarity. The released code of GRIT-VLP and MAFA stops it at the columns, so
-    that images learn from I2T alone and texts from T2I alone; the papers do not say so.
+    The gradient reaches both sides of a similarity, unless the logits were made of columns without one: the released
+    code of GRIT-VLP and MAFA does that, so that images learn from I2T alone and texts from T2I alone (`StepConfig`).
 
     Args:
         logits_i2t, logits_t2i: (B, N) similarities divided by the temperature, images and texts as rows.

@@ -29,6 +29,9 @@ class EcmConfig:
     second: Literal["plain", "next-negative"] = "plain"
     """What takes a left-out one's place: the next hardest whatever its p (the released code), or the next hardest that
     is no known positive."""
+    negatives: Literal["hardest", "sampled"] = "hardest"
+    """Which candidate of a row is judged: the most similar one, or one drawn with ALBEF's probability, the softmax of
+    similarity / temperature over the row's candidates; what comes next is then the next one drawn."""
     top: int = 1
     """The negative that is judged is drawn from so many of a row's most similar candidates; 1: the hardest."""
     easy: int = 0
@@ -92,6 +95,7 @@ def ecm_decisions(
     recorded: torch.Tensor | None,
     config: EcmConfig,
     generator: torch.Generator | None = None,
+    temp: float | torch.Tensor = 1.0,
 ) -> Decisions:
     """Efficient connection mining (MAFA), with the verdict looked up instead of computed in the step.
 
@@ -106,14 +110,15 @@ def ecm_decisions(
         recorded: (B, B) bool, combinations that are no candidates for a negative because the data set records them (the
             same image's captions); the diagonal always is one. None: the diagonal alone.
         generator: on the CPU, for what ``config`` has drawn; not needed where it draws nothing.
+        temp: of the similarities, where negatives are sampled.
     """
     size, device = len(sim_i2t), sim_i2t.device
     own = torch.eye(size, dtype=torch.bool, device=device)
     recorded = own if recorded is None else recorded | own
     label = torch.full(sim_i2t.shape, UNSCORED, device=device) if label is None else label
     sim = sim_i2t.detach()
-    images = _judge_rows(sim, label, ~recorded, config, generator)
-    texts = _judge_rows(sim.T, label.T, ~recorded.T, config, generator)
+    images = _judge_rows(sim, label, ~recorded, config, generator, temp)
+    texts = _judge_rows(sim.T, label.T, ~recorded.T, config, generator, temp)
     unknown = ~recorded if config.false_negatives == "ignore" else ~recorded & (label != POSITIVE)
     easy_image, easy_texts = _easy(unknown, config.easy, generator)
     easy_text, easy_images = _easy(unknown.T, config.easy, generator)
@@ -154,11 +159,13 @@ def _judge_rows(
     candidate: torch.Tensor,
     config: EcmConfig,
     generator: torch.Generator | None,
+    temp: float | torch.Tensor,
 ) -> _Rows:
-    """The verdict on each row's hardest candidate; all (B, B), anchors as rows."""
-    by_similarity = sim.argsort(dim=1, descending=True, stable=True)
+    """The verdict on each row's hardest candidate, or the one that is drawn; all (B, B), anchors as rows."""
+    ranked_by = _drawn_order(sim, temp, generator) if config.negatives == "sampled" else sim
+    by_similarity = ranked_by.argsort(dim=1, descending=True, stable=True)
     scored = label != UNSCORED
-    hardest = _order(by_similarity, (~candidate).long())[:, 0]
+    hardest = sim.masked_fill(~candidate, -torch.inf).argmax(dim=1)
     # Candidates first; of them, if so asked, the scored ones first. Both sorts are stable: similarity decides the rest.
     late = (~candidate).long() * 2 + (~scored & (config.unscored == "next")).long()
     order = _order(by_similarity, late)
@@ -191,6 +198,15 @@ def _judge_rows(
         itm=torch.where(replaced, second, chosen),
         itm_present=torch.where(replaced, has_second, exists),
     )
+
+
+def _drawn_order(sim: torch.Tensor, temp: float | torch.Tensor, generator: torch.Generator | None) -> torch.Tensor:
+    """(B, B) values of which a row's largest is a draw from its softmax of ``sim / temp``, the next one a draw from
+    what is left, and so on: the Gumbel-max trick, which no small probability loses to underflow."""
+    noise = -torch.empty(sim.shape, dtype=torch.float64).exponential_(generator=generator).log()
+    if isinstance(temp, torch.Tensor):
+        temp = temp.detach()
+    return sim.double() / temp + noise.to(sim.device)
 
 
 def _order(by_similarity: torch.Tensor, late: torch.Tensor) -> torch.Tensor:

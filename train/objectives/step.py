@@ -30,6 +30,7 @@ class StepConfig:
 
     Attributes:
         itg: the captioning loss of a CoCa. vacsr: weight of VACSR's.
+        stop_columns: the gradient of ITC stops at the embeddings that a row is compared with.
         dtype: of the autocast regions; None: float32 throughout.
         gather_world, gather_rank: processes whose embeddings ITC gathers, and the place of this one; 1 and 0: none.
     """
@@ -44,6 +45,7 @@ class StepConfig:
     gather_rank: int = 0
     itg: bool = False
     vacsr: float = 0.0
+    stop_columns: bool = False
 
 
 @dataclass(frozen=True)
@@ -201,18 +203,27 @@ class TrainStep(nn.Module):
         """What the batch's negatives count as, and the losses that need the two embeddings alone."""
         config, temp = self.config, self.model.temp
         sim_i2t = images @ texts.T
-        decisions = ecm_decisions(sim_i2t, batch.label, batch.recorded, config.ecm, generator)
+        decisions = ecm_decisions(sim_i2t, batch.label, batch.recorded, config.ecm, generator, temp)
         if self.model.bias is not None:
             loss = sigmoid_itc_loss(sim_i2t, temp, self.model.bias, decisions, batch.recorded)
             return decisions, {"itc": loss}
         world, rank = config.gather_world, config.gather_rank
         targets = itc_targets(
-            decisions, batch.recorded, smoothing=smoothing, rank=rank, world=world, across=batch.across
+            decisions,
+            batch.recorded,
+            smoothing=smoothing,
+            rank=rank,
+            world=world,
+            across=batch.across,
+            dtype=images.dtype,
         )
-        if world == 1:
+        if world == 1 and not config.stop_columns:
             logits_i2t, logits_t2i = sim_i2t / temp, sim_i2t.T / temp
         else:
-            logits_i2t, logits_t2i = images @ gather_rows(texts).T / temp, texts @ gather_rows(images).T / temp
+            columns = (texts.detach(), images.detach()) if config.stop_columns else (texts, images)
+            if world > 1:
+                columns = (gather_rows(columns[0]), gather_rows(columns[1]))
+            logits_i2t, logits_t2i = images @ columns[0].T / temp, texts @ columns[1].T / temp
         losses = {"itc": itc_loss(logits_i2t, logits_t2i, targets)}
         if config.consistency:
             losses["consistency"] = config.consistency * consistency_loss(logits_i2t, logits_t2i)

@@ -125,6 +125,11 @@ class RunKeys(SessionKeys):
         "what takes the place of a hardest negative that edges call ambiguous: the next hardest (plain), or the next "
         "one that they call negative (next-negative).",
     )
+    itm_negatives: Literal["hardest", "sampled"] = option(
+        "hardest",
+        "the negative of ITM for every picture and every caption: the most similar one of the batch (GRIT-VLP, MAFA), "
+        "or one drawn in proportion to exp(similarity / temperature) (ALBEF).",
+    )
     itm_top: int = option(
         1,
         "the negatives of ITM are drawn from so many of the most similar ones of the batch; 1: the hardest.",
@@ -151,6 +156,11 @@ class RunKeys(SessionKeys):
         "weight of VACSR's loss on the two embeddings, its network trained along with the towers; 0: none. The network"
         " is saved beside the weights, for vacsr:RUN on embeddings of this run.",
         low=0.0,
+    )
+    itc_columns: Literal["both", "stopped"] = option(
+        "both",
+        "ITC's gradient reaches both sides of a similarity, or stops at the one that a row is compared with, as in the "
+        "released code of GRIT-VLP and MAFA.",
     )
     gather: bool = option(False, "ITC over the batches of all ranks instead of the local one.")
     lr: float | None = option(

@@ -665,6 +665,11 @@ def test_random_epochs_come_first_with_the_pairs_of_the_plan_and_resume(mafa_wor
         ({"method": "mafa", "warm": 2, "epochs": 2}, "warm is 2, and of 2 epochs none would have the plan's batches"),
         ({"method": "itc", "itm_easy": 1}, "itm_easy is 1, and the run trains no matching head"),
         ({"method": "mafa", "itm": False, "itm_top": 4}, "itm_top is 4, and the run trains no matching head"),
+        (
+            {"method": "itc", "itm_negatives": "sampled"},
+            "itm_negatives is sampled, and the run trains no",
+        ),
+        ({"method": "mafa", "itm_negatives": "sampled", "itm_top": 2}, "itm_negatives=sampled draws from all"),
     ],
 )
 def test_keys_of_a_curriculum_that_change_nothing_are_refused(mafa_workspace: Workspace, values, said: str):

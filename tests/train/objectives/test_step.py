@@ -157,3 +157,36 @@ def test_masks_follow_from_seed_epoch_and_batch_alone():
 
     assert drawn(1, 2, 3) == drawn(1, 2, 3)
     assert len({tuple(drawn(*numbers)) for numbers in [(1, 2, 3), (0, 2, 3), (1, 0, 3), (1, 2, 0), (3, 2, 1)]}) == 5
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.5])
+def test_stopped_columns_give_the_gradient_of_the_released_code(model: VLModel, batch: StepInput, smoothing: float):
+    """GRIT-VLP's and MAFA's code compares every row with columns that have no gradient, own pairs alone as targets."""
+    drawn = torch.Generator().manual_seed(7)
+    rows = [F.normalize(torch.randn(SIZE, 8, generator=drawn, dtype=torch.float64), dim=1) for _ in range(2)]
+    alone = replace(batch, recorded=torch.eye(SIZE, dtype=torch.bool), label=None)
+    temp = float(model.temp)
+
+    def gradients(loss: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [gradient.double() for gradient in torch.autograd.grad(loss, leaves)]
+
+    def ours(columns: bool) -> tuple[float, list[torch.Tensor]]:
+        step = TrainStep(model, replace(PLAIN_STEP, stop_columns=columns))
+        images, texts = (row.clone().requires_grad_() for row in rows)
+        losses = step._contrast(images, texts, alone, smoothing, torch.Generator())[1]
+        return float(losses["itc"]), gradients(losses["itc"], [images, texts])
+
+    images, texts = (row.clone().requires_grad_() for row in rows)
+    sim_i2t, sim_t2i = images @ texts.detach().T / temp, texts @ images.detach().T / temp
+    targets = torch.zeros(SIZE, SIZE, dtype=torch.float64).fill_diagonal_(1)
+    targets = (1 - smoothing) * targets + smoothing / SIZE
+    i2t = -(F.log_softmax(sim_i2t, dim=1) * targets).sum(dim=1).mean()
+    t2i = -(F.log_softmax(sim_t2i, dim=1) * targets).sum(dim=1).mean()
+    expected = (i2t + t2i) / 2
+    value, found = ours(columns=True)
+    assert value == pytest.approx(float(expected), abs=1e-12)
+    for mine, theirs in zip(found, gradients(expected, [images, texts]), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    both_value, both = ours(columns=False)
+    assert both_value == pytest.approx(value, abs=1e-12)
+    assert float((both[0] - found[0]).abs().max()) > 1e-3

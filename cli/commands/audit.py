@@ -44,6 +44,8 @@ def audit_command(workspace: WorkspaceArgument, *, given: Given, as_json: JsonFl
         _print_figures(table(result), f"similarity of hardest in-batch negatives, batches of {result.batch_size}")
         for what, why in result.skipped.items():
             print(f"{what if what.startswith('groups/') else f'M = {what}'} left out: {why}")
+        for note in result.notes:
+            print(shown(f"note: {note}", most=1000))
         if plot is not None:
             print(f"plot: {shown(plot)}")
 

@@ -58,8 +58,9 @@ def prepare_command(
         judged_by = MineConfig(embeddings=config.embeddings)
         con_d = load_discriminator(discriminator, opened, judged_by, device=device, precision=precision)
         if plan:
-            ahead = forecast(opened, config, con_d)
-            emit({"steps": [asdict(step) for step in ahead]}, as_json, lambda: _print_ahead(ahead))
+            ahead, notes = forecast(opened, config, con_d)
+            summary = {"steps": [asdict(step) for step in ahead], "notes": notes}
+            emit(summary, as_json, lambda: _print_ahead(ahead, notes))
             return
         made = prepare(opened, config, con_d)
     name = shlex.quote(config.plan_name)
@@ -68,7 +69,7 @@ def prepare_command(
     emit(summary, as_json, lambda: _print_made(made, f"{train} --run NAME"))
 
 
-def _print_ahead(ahead: Sequence[Ahead]) -> None:
+def _print_ahead(ahead: Sequence[Ahead], notes: Sequence[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -80,6 +81,8 @@ def _print_ahead(ahead: Sequence[Ahead]) -> None:
     total = sum(step.seconds for step in ahead)
     at_most = "at most " if any(step.at_most for step in ahead) else "about "
     print(f"judging: {at_most}{how_long(total)} on this machine")
+    for note in notes:
+        print(shown(f"before it: {note}"))
 
 
 def _print_made(made: Sequence[Made], train: str) -> None:

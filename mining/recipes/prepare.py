@@ -55,7 +55,10 @@ def prepare(workspace: Workspace, config: PrepareConfig, con_d: AnyDiscriminator
     Raises:
         InputError: as the stages say; or a graph with fewer neighbours than are judged.
     """
-    return [Made(stage.name, _run(workspace, step, con_d)) for stage, step in _stages(workspace, config)]
+    stages = _stages(workspace, config)
+    if short := short_of_neighbours(workspace, stages):
+        raise InputError(short)
+    return [Made(stage.name, _run(workspace, step, con_d)) for stage, step in stages]
 
 
 def _run(workspace: Workspace, step: Step, con_d: AnyDiscriminator) -> dict[str, Any]:
@@ -71,11 +74,6 @@ def _stages(workspace: Workspace, config: PrepareConfig) -> list[tuple[Stage, St
     graph = f"graph/{Embeddings.open(workspace, config.embeddings).name}"
     begun = (workspace.stage(graph).meta() or {}).get("params", {})
     steps = config.steps(**{key: begun[key] for key in ("k", "index", "recall_check", "seed") if key in begun})
-    if any(isinstance(step, GraphConfig) and step.k < NEAR for step in steps):
-        raise InputError(
-            f"{workspace.root / graph}: {begun['k']} neighbours, and the recipe judges {NEAR}; run "
-            f"`fnpipe build-graph {workspace.root} --k {NEAR} --overwrite`"
-        )
     names = [
         graph
         if isinstance(step, GraphConfig)
@@ -85,14 +83,28 @@ def _stages(workspace: Workspace, config: PrepareConfig) -> list[tuple[Stage, St
     return list(zip(map(workspace.stage, names), steps, strict=True))
 
 
-def forecast(workspace: Workspace, config: PrepareConfig, con_d: AnyDiscriminator) -> list[Ahead]:
-    """What `prepare` would do; nothing is written, and nothing judged but a probe."""
+def short_of_neighbours(workspace: Workspace, stages: list[tuple[Stage, Step]]) -> str | None:
+    """What is to be said of a graph that was begun with fewer neighbours than the recipe judges."""
+    for stage, step in stages:
+        if isinstance(step, GraphConfig) and step.k < NEAR:
+            return (
+                f"{stage.path}: {step.k} neighbours, and the recipe judges {NEAR}; run "
+                f"`fnpipe build-graph {workspace.root} --k {NEAR} --overwrite`"
+            )
+    return None
+
+
+def forecast(workspace: Workspace, config: PrepareConfig, con_d: AnyDiscriminator) -> tuple[list[Ahead], list[str]]:
+    """What `prepare` would do, and what stands in its way; nothing is written, and nothing judged but a probe."""
     embeddings = Embeddings.open(workspace, config.embeddings)
     images = len(read_train_pairs(workspace, embeddings).images)
     rate = float("inf")
     ahead: list[Ahead] = []
-    for stage, step in _stages(workspace, config):
-        meta = None if config.overwrite and not isinstance(step, GraphConfig) else stage.meta()
+    stages = _stages(workspace, config)
+    short = short_of_neighbours(workspace, stages)
+    for stage, step in stages:
+        anew = short is not None if isinstance(step, GraphConfig) else config.overwrite
+        meta = None if anew else stage.meta()
         state = "to do" if meta is None else "finished" if meta.get("complete") else "begun"
         if state == "finished" or not isinstance(step, MineConfig):
             ahead.append(Ahead(stage.name, state, 0, at_most=False, seconds=0.0))
@@ -104,7 +116,7 @@ def forecast(workspace: Workspace, config: PrepareConfig, con_d: AnyDiscriminato
                 rate = _rate(workspace, embeddings, con_d)
             most = _most(step, workspace, images, config.epochs)
             ahead.append(Ahead(stage.name, state, most, at_most=True, seconds=most / rate))
-    return ahead
+    return ahead, [short] if short else []
 
 
 def _most(step: MineConfig, workspace: Workspace, images: int, epochs: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from fnpipe.mining.plans.config import ALL, GroupConfig
 from fnpipe.mining.plans.plan import read_plan
 from fnpipe.mining.plans.stage import plan_epoch
 from fnpipe.mining.views.config import AuditConfig, SearchSpace
+from fnpipe.mining.views.hardest import Hardest, hardest_negatives
 from fnpipe.mining.views.known_shares import Shares, shares_by_edges
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings
@@ -39,21 +39,6 @@ _QUANTILES = (5, 25, 50, 75, 95)
 _BINS = np.linspace(-1, 1, 201)
 # Pictures whose features a discriminator holds at a time, and threads that decode them.
 _JUDGED_AT_ONCE, _DECODERS = 128, 4
-
-
-@dataclass(frozen=True)
-class Hardest:
-    """The hardest in-batch negatives of a plan, image anchors first, then text anchors.
-
-    Attributes:
-        image_ids, pair_ids: (n,) int64, the combination. sims: (n,) float32. recorded: (n,) float32, the similarity
-            of the anchor to its own partner.
-    """
-
-    image_ids: np.ndarray
-    pair_ids: np.ndarray
-    sims: np.ndarray
-    recorded: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -92,7 +77,11 @@ class AuditRow:
 
 @dataclass(frozen=True)
 class Audit:
-    """The rows, random first; the similarity of recorded pairs; and the search spaces that were left out, with why."""
+    """The rows, random first; the similarity of recorded pairs; the search spaces that were left out, with why.
+
+    Attributes:
+        notes: on GRIT's batches that are no harder than random ones.
+    """
 
     embeddings: str
     batch_size: int
@@ -100,6 +89,7 @@ class Audit:
     rows: list[AuditRow]
     recorded: dict[str, Any]
     skipped: dict[str, str]
+    notes: list[str]
 
 
 def audit(
@@ -143,7 +133,31 @@ def audit(
         rows=rows,
         recorded={"mean": float(recorded.mean()), "quantiles": _quantiles(recorded), "histogram": _histogram(recorded)},
         skipped=skipped,
+        notes=_no_harder(rows, config.batch_size),
     )
+
+
+def _no_harder(rows: Sequence[AuditRow], batch_size: int) -> list[str]:
+    """Notes on rows whose hardest negatives are no harder than those of random batches, the first row.
+
+    By chance the anchor's partner is the most similar of a batch of B once in B times. An encoder that finds it less
+    than half as often again does not know what is hard.
+    """
+    random, *others = rows
+    grouped = [row for row in others if row.sampling == "grit"]
+    notes = [
+        f"{row.label}: the {row.hardest:,} hardest negatives are no harder than those of random batches (mean "
+        f"similarity {row.mean:.3f} against {random.mean:.3f})"
+        for row in grouped
+        if row.mean <= random.mean
+    ]
+    if grouped and random.above_recorded >= 1 - 1.5 / batch_size:
+        notes.append(
+            f"{random.above_recorded:.1%} of the {random.hardest:,} hardest negatives of random batches are more "
+            "similar to their anchor than its partner, as by chance: these embeddings tell no pair from others, and "
+            "batches that are grouped by them are no harder"
+        )
+    return notes
 
 
 def discriminator_judge(
@@ -219,51 +233,6 @@ def _plan(
 
 def _first_batches(plan: pa.Table, batches: int) -> pa.Table:
     return plan.slice(0, int((plan["batch"].to_numpy() < batches).sum()))
-
-
-def hardest_negatives(plan: pa.Table, embeddings: Embeddings, read_batches: int = 256) -> Hardest:
-    """For every image and every caption of a plan, the most similar other one of its batch (ties: the first).
-
-    Args:
-        plan: ``PLAN_SCHEMA``, in batch and slot order. A batch of one pair gives nothing.
-    """
-    image_ids, pair_ids = plan["image_id"].to_numpy(), plan["pair_id"].to_numpy()
-    starts = np.append(np.flatnonzero(plan["slot"].to_numpy() == 0), len(image_ids))
-    parts: dict[str, list[Hardest]] = {"i2t": [], "t2i": []}
-    for first in range(0, len(starts) - 1, read_batches):
-        borders = starts[first : first + read_batches + 1]
-        low = borders[0]
-        images = embeddings.images.take(image_ids[low : borders[-1]])
-        texts = embeddings.texts.take(pair_ids[low : borders[-1]])
-        for start, stop in pairwise(borders):
-            if stop - start < 2:
-                continue
-            rows, ids, pairs = slice(start - low, stop - low), image_ids[start:stop], pair_ids[start:stop]
-            text, image, sims = hardest_in_batch(images[rows], texts[rows])
-            own = np.einsum("nd,nd->n", images[rows], texts[rows])
-            parts["i2t"].append(Hardest(ids, pairs[text], sims[0], own))
-            parts["t2i"].append(Hardest(ids[image], pairs, sims[1], own))
-    return _joined([*parts["i2t"], *parts["t2i"]])
-
-
-def _joined(parts: Sequence[Hardest]) -> Hardest:
-    columns = zip(*((p.image_ids, p.pair_ids, p.sims, p.recorded) for p in parts), strict=True)
-    return Hardest(*(np.concatenate(column) for column in columns))
-
-
-def hardest_in_batch(images: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The hardest negatives of one batch.
-
-    Args:
-        images, texts: (b, d) float32, b >= 2; row r of both is one pair.
-
-    Returns:
-        For every image the row of its hardest text, (b,) int64; for every text the row of its hardest image, (b,)
-        int64; and their similarities, (2, b) float32.
-    """
-    sim_i2t = images @ texts.T
-    np.fill_diagonal(sim_i2t, -np.inf)
-    return sim_i2t.argmax(axis=1), sim_i2t.argmax(axis=0), np.stack([sim_i2t.max(axis=1), sim_i2t.max(axis=0)])
 
 
 def _why_not(workspace: Workspace, name: str) -> str | None:

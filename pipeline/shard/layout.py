@@ -107,7 +107,8 @@ def read_sources(sources: list[Source], how: ReadOptions, workers: Workers, spoo
         if not len(rows):
             raise InputError(f"{source.path}: no rows in it")
         table, notes = read_texts(rows.table(), how.captions)
-        source.say([*notes, *unused_folders_note(table)])
+        chosen = [f"in {count:,} rows {choice}" for choice, count in source.choices.items()]
+        source.say([*chosen, *notes, *unused_folders_note(table)])
         tables.append(table if how.split is None else rows_of_split(source.path, table, how.split))
     return Plan(sources, pa.concat_tables(tables))
 

@@ -15,7 +15,7 @@ from fnpipe.pipeline.files import atomic, lock
 from fnpipe.pipeline.files.urls import absolute, exists, is_directory, is_remote, local_path, parent
 from fnpipe.pipeline.shard.write_shard import shard_name
 from fnpipe.pipeline.sources.source import Source
-from fnpipe.pipeline.workspace.manifest import MANIFEST, read_manifest
+from fnpipe.pipeline.workspace.manifest import MANIFEST, DamagedManifest, read_manifest, write_manifest
 from fnpipe.pipeline.workspace.record import LOCK
 from fnpipe.pipeline.workspace.schemas import PARTS, SHUFFLED
 
@@ -61,7 +61,12 @@ def begin(root: Path, begun: dict[str, Any], *, overwrite: bool) -> dict[str, An
     """
     for leftover in root.glob(f"{atomic.TEMPORARY_PREFIX}????????.*"):
         leftover.unlink()
-    manifest = read_manifest(root)
+    try:
+        manifest = read_manifest(root)
+    except DamagedManifest:
+        if not overwrite:
+            raise
+        manifest = {"params": {}}
     if manifest is None:
         foreign = next((name for name in _OUTPUTS if (root / name).exists()), None)
         _refuse_other_shards(begun["params"]["shards"])
@@ -71,7 +76,7 @@ def begin(root: Path, begun: dict[str, Any], *, overwrite: bool) -> dict[str, An
         if begun["params"]["shards"] != manifest["params"].get("shards"):
             _refuse_other_shards(begun["params"]["shards"])
         # The mark outlives a kill half way, so that nothing old is ever taken for new.
-        atomic.write_json(root / MANIFEST, {**begun, "clearing": True})
+        write_manifest(root, {**begun, "clearing": True})
         _remove_outputs(root)
     else:
         _refuse_mixing(root, manifest, begun)
@@ -80,7 +85,7 @@ def begin(root: Path, begun: dict[str, Any], *, overwrite: bool) -> dict[str, An
         if manifest.get("complete"):
             shutil.rmtree(root / PARTS, ignore_errors=True)
         return manifest
-    atomic.write_json(root / MANIFEST, begun)
+    write_manifest(root, begun)
     return {}
 
 

@@ -30,7 +30,7 @@ from fnpipe.pipeline.shard.write_shard import Job, Tally, make_part, part_path, 
 from fnpipe.pipeline.sources.huggingface import pin
 from fnpipe.pipeline.sources.open import open_sources
 from fnpipe.pipeline.sources.source import ReadOptions, Source
-from fnpipe.pipeline.workspace.manifest import MANIFEST
+from fnpipe.pipeline.workspace.manifest import write_manifest
 from fnpipe.pipeline.workspace.record import FORMAT_VERSION
 from fnpipe.pipeline.workspace.schemas import PARTS, TEST, VALIDATION
 from fnpipe.pipeline.workspace.sharded_tars import describe_in_place
@@ -129,7 +129,7 @@ def _run(
             shutil.rmtree(parts)
             return before
         begun = {**begun, "rows_digest": digest, "shards_planned": plan.n_shards}
-        atomic.write_json(root / MANIFEST, begun)
+        write_manifest(root, begun)
         job = _job(root, sources, config)
         job.write(parts)
         if job.shards is not None and not is_remote(job.shards):
@@ -137,7 +137,7 @@ def _run(
             atomic.sweep(Path(job.shards), below=False)
         _make_parts(parts, hashlib.sha256(f"{digest} {job}".encode()).hexdigest(), plan, workers)
     manifest = _finish(root, parts, plan, config, begun)
-    atomic.write_json(root / MANIFEST, manifest)
+    write_manifest(root, manifest)
     shutil.rmtree(parts)
     return manifest
 

@@ -90,6 +90,8 @@ class _Document:
 
     def finish(self, source: Source) -> None:
         if self._sentences:
+            left = len(self._annotations.table())
+            source.say([f"{left:,} annotations were left: the captions are the images' sentences"] if left else [])
             return
         missing = next((key for key in ("images", "annotations") if key not in self._keys), None)
         if missing:

@@ -12,7 +12,15 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.text import bounded_lines, open_text
 from fnpipe.pipeline.files.urls import parent
 from fnpipe.pipeline.sources.rows import RowBuilder
-from fnpipe.pipeline.sources.source import CAPTION_FIELDS, IMAGE_FIELDS, ReadOptions, Source, Tools, choose_field
+from fnpipe.pipeline.sources.source import (
+    CAPTION_FIELDS,
+    IMAGE_FIELDS,
+    ReadOptions,
+    Source,
+    Tools,
+    choose_field,
+    fields_left,
+)
 from fnpipe.pipeline.sources.splits import SPLIT_COLUMN, RowSplits, split_of_file
 
 # Tried in this order on the first line; the form that the user or the file's name claims comes first.
@@ -53,6 +61,7 @@ def read_table(
 ) -> None:
     """Add the rows of one table; ``folder`` is put before each image path."""
     source.inputs.append(path)
+    before = len(rows)
     with open_text(path) as text:
         lines = _Lines(bounded_lines(text, path))
         # What stands in quotes may hold any sign.
@@ -65,10 +74,11 @@ def read_table(
             caption = _position(path, header, how.caption_column, CAPTION_FIELDS, "--caption-column")
             split = header.index(SPLIT_COLUMN) if SPLIT_COLUMN in header else None
             width = len(header)
+            left = fields_left(header, how, header[image], header[caption])
         else:
             image = _number(how.image_column or _IMAGE_POSITION, "--image-column")
             caption = _number(how.caption_column or _CAPTION_POSITION, "--caption-column")
-            split = None
+            split, left = None, []
             width = 0
         for line, fields in records:
             if fields is None:
@@ -81,6 +91,7 @@ def read_table(
                 path = folder + fields[image]
                 own = splits.of(None if split is None else fields[split], path)
                 rows.add(path, fields[caption], line=line, split=own)
+    source.choices.update(dict.fromkeys(left, len(rows) - before))
     source.say(splits.notes())
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from typing import Any
 
 from fnpipe.pipeline.errors import InputError
@@ -56,6 +57,10 @@ def read_folder(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools
         return
     for table in tables:
         _read_metadata(source, how, rows, table, splits)
+    left = [name for name in names if name.rpartition("/")[2] in METADATA and name not in tables]
+    source.say(
+        [f"{len(left):,} tables of captions were left, the first {left[0]!r}: {tables[0]!r} is read"] if left else []
+    )
     if how.image_root is None:
         alone = len(set(map(composed, pictures)).difference(map(composed, rows.image_paths())))
         source.say([f"{alone:,} images without a caption"] if alone else [])
@@ -92,8 +97,7 @@ def _read_metadata(
         entries = _PrefixedEntries(how, rows, prefix, splits)
         source.inputs.append(path)
         read_json_lines(path, entries)
-        source.say(splits.notes())
-        rows.require_fields(path, entries.image or "file_name", entries.caption or CAPTION_FIELDS[0])
+        entries.finish(source, path)
     else:
         read_table(path, "csv", source, how, rows, splits, folder=prefix)
 
@@ -120,6 +124,7 @@ def _read_sidecars(
     texts: dict[str, str] = {}
     for suffix in reversed(SIDECARS):
         texts.update({composed(name[: -len(suffix)]): name for name in names if name.endswith(suffix)})
+    several = Counter(composed(os.path.splitext(name)[0]) for name in names if name.endswith(SIDECARS))
     pictures = [name for name in names if _is_picture(name)]
     stems = {composed(os.path.splitext(name)[0]) for name in pictures}
     if not stems & texts.keys():
@@ -135,6 +140,11 @@ def _read_sidecars(
             rows.bad("no-caption", "no text file has the image's name", image=name, split=split)
         else:
             rows.add(name, _read_sidecar(join(source.path, sidecar), field), split=split)
+            if several[composed(os.path.splitext(name)[0])] > 1:
+                own = os.path.splitext(sidecar)[1]
+                source.choices[
+                    f"the caption is taken from the {own} file, and another text file has that name too"
+                ] += 1
     for stem in sorted(texts.keys() - stems):
         if texts[stem].endswith((".txt", ".caption")):
             rows.bad("no-image", f"no image is named like {texts[stem]}", split=split_of_folder(texts[stem]))

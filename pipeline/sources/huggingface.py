@@ -41,13 +41,13 @@ from fnpipe.pipeline.sources.folder import metadata_files, read_folder
 from fnpipe.pipeline.sources.parquet import read_parquet
 from fnpipe.pipeline.sources.rows import RowBuilder
 from fnpipe.pipeline.sources.source import (
-    CAPTION_FIELDS,
     IMAGE_FIELDS,
     Reader,
     ReadOptions,
     Source,
     Tools,
-    choose_field,
+    choose_fields,
+    fields_left,
 )
 from fnpipe.pipeline.sources.splits import SPLIT_COLUMN, RowSplits, named_splits, of_split, split_of_value
 from fnpipe.pipeline.sources.webdataset import read_webdataset, tar_members
@@ -158,7 +158,7 @@ def _image_column(features: Any, member: str) -> str | None:
                 features = datasets.Features.from_arrow_schema(pq.read_schema(raw))
             except Exception:
                 return None  # what is wrong with the file is said when it is read
-    typed = [name for name, feature in features.items() if isinstance(feature, datasets.Image)]
+    typed = _pictures(features)
     return typed[0] if len(typed) == 1 and not set(features) & {*IMAGE_FIELDS} else None
 
 
@@ -176,15 +176,17 @@ def _stream(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools, bu
 
 def _add_streamed(source: Source, how: ReadOptions, rows: RowBuilder, name: str, data: Any, place: Spool) -> None:
     splits = RowSplits(split_of_value(name))
-    start = 0
+    pictures, left, start = _pictures(data.features), list[str](), 0
     for batch in _streamed(source, name, data):
-        image, caption = _fields(source.path, batch.schema.names, how, data.features)
+        image, caption = choose_fields(source.path, batch.schema.names, how, (*IMAGE_FIELDS, *pictures))
         captions = caption_values(f"{source.path}: column {caption!r}", batch.column(caption))
         images = _below(batch.column(image), source.root)
         require_image_type(f"{source.path}: column {image!r}", images.type)
         own = [splits.of(value) for value in split_values(batch)]
         add_columns(rows, images, captions, place, name=name, start=start, splits=own)
+        left = fields_left(batch.schema.names, how, image, caption, pictures)
         start += len(batch)
+    source.choices.update(dict.fromkeys(left, start))
     source.say(splits.notes())
 
 
@@ -202,12 +204,11 @@ def _streamed(source: Source, name: str, data: Any) -> Iterator[pa.RecordBatch]:
         raise InputError(f"{source.path}: {name}: `datasets` stops after row {done:,} ({_in_short(error)})") from None
 
 
-def _fields(where: str, names: list[str], how: ReadOptions, features: Any) -> tuple[str, str]:
+def _pictures(features: Any) -> list[str]:
+    """The columns that `datasets` knows to hold pictures."""
     import datasets
 
-    typed = (name for name, feature in (features or {}).items() if isinstance(feature, datasets.Image))
-    image = choose_field(where, names, how.image_column, (*IMAGE_FIELDS, *typed), "--image-column")
-    return image, choose_field(where, names, how.caption_column, CAPTION_FIELDS, "--caption-column")
+    return [name for name, feature in (features or {}).items() if isinstance(feature, datasets.Image)]
 
 
 def _below(images: pa.Array, root: str) -> pa.Array:
@@ -281,8 +282,7 @@ def _read_arrow_file(
         raise InputError(f"{path}: no such file; the data set was not saved whole") from None
     except (pa.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path}: not an Arrow file ({error})") from None
-    image = choose_field(path, reader.schema.names, how.image_column, IMAGE_FIELDS, "--image-column")
-    caption = choose_field(path, reader.schema.names, how.caption_column, CAPTION_FIELDS, "--caption-column")
+    image, caption = choose_fields(path, reader.schema.names, how)
     require_image_type(f"{path}: column {image!r}", reader.schema.field(image).type)
     start = 0
     place = Mapped(number, whole)
@@ -292,6 +292,7 @@ def _read_arrow_file(
         own = [splits.of(value) for value in split_values(batch)]
         add_columns(rows, batch.column(image), captions, place, name=name, start=start, splits=own)
         start += len(batch)
+    source.choices.update(dict.fromkeys(fields_left(reader.schema.names, how, image, caption), start))
     source.say(splits.notes())
 
 

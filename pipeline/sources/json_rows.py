@@ -14,7 +14,7 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.text import bounded_lines, open_text
 from fnpipe.pipeline.files.urls import parent, size_of
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
-from fnpipe.pipeline.sources.source import IMAGE_FIELDS, ReadOptions, Source, Tools
+from fnpipe.pipeline.sources.source import IMAGE_FIELDS, ReadOptions, Source, Tools, fields_left
 from fnpipe.pipeline.sources.splits import SPLIT_COLUMN, RowSplits, split_of_file
 
 _CHUNK = 1 << 20
@@ -70,8 +70,7 @@ def read_json(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) 
             for entry in stream.items():
                 entries.add(entry)
             stream.end()
-    source.say(splits.notes())
-    rows.require_fields(source.path, entries.image or IMAGE_FIELDS[0], entries.caption or _CAPTION_FIELDS[0])
+    entries.finish(source, source.path)
 
 
 def read_json_lines(path: str, entries: EntryReader) -> None:
@@ -109,6 +108,7 @@ class EntryReader:
         caption_fields: tuple[str, ...] = _CAPTION_FIELDS,
     ) -> None:
         self.rows = rows
+        self._how, self._before = how, len(rows)
         self.image = how.image_column
         self.caption = how.caption_column
         self._known = (image_fields, caption_fields)
@@ -125,6 +125,18 @@ class EntryReader:
         image = entry.get(self.image, MISSING)
         split = self.splits.of(entry.get(SPLIT_COLUMN), image)
         self.rows.add(image, entry.get(self.caption, MISSING), line=line, split=split)
+
+    def finish(self, source: Source, path: str) -> None:
+        """Say what was found out about the entries of a file of a source.
+
+        Raises:
+            InputError: not one has an image's or a caption's field.
+        """
+        source.say(self.splits.notes())
+        image, caption = self.image or self._known[0][0], self.caption or self._known[1][0]
+        self.rows.require_fields(path, image, caption)
+        left = fields_left(self.rows.fields, self._how, image, caption)
+        source.choices.update(dict.fromkeys(left, len(self.rows) - self._before))
 
     def _settle(self, entry: dict[str, Any]) -> None:
         images, captions = self._known

@@ -28,14 +28,7 @@ from fnpipe.pipeline.sources.arrow_columns import (
     split_values,
 )
 from fnpipe.pipeline.sources.rows import RowBuilder
-from fnpipe.pipeline.sources.source import (
-    CAPTION_FIELDS,
-    IMAGE_FIELDS,
-    ReadOptions,
-    Source,
-    Tools,
-    choose_field,
-)
+from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools, choose_fields, fields_left
 from fnpipe.pipeline.sources.splits import SPLIT_COLUMN, RowSplits, conflict_notes, member_splits, of_split
 
 _BATCH_ROWS = 256
@@ -46,12 +39,14 @@ _BATCH_BYTES = 64 << 20
 class ReadPart:
     """One Parquet file turned into rows; file 0 of ``table`` stands for ``spool``.
 
-    ``conflicts`` counts rows whose column says another split than the file's name.
+    ``conflicts`` counts rows whose column says another split than the file's name. ``left`` says of which columns
+    others might have been meant.
     """
 
     table: pa.Table
     spool: str
     conflicts: int
+    left: list[str]
 
 
 def parquet_members(path: str) -> list[str]:
@@ -74,6 +69,7 @@ def read_parquet(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tool
         if not len(part.table):
             source.say([f"{member} has no rows"])
         conflicts += part.conflicts
+        source.choices.update(dict.fromkeys(part.left, len(part.table)))
         number = len(source.files)
         files = part.table["file"]
         if part.spool:
@@ -105,19 +101,19 @@ def _read(member: str, *, how: ReadOptions, spool: str, folder: str, splits: dic
         except (pa.ArrowException, OSError, ValueError) as error:
             raise InputError(f"{member}: {_why_not_parquet(member)} ({error})") from None
         names = parquet.schema_arrow.names
-        image = choose_field(member, names, how.image_column, IMAGE_FIELDS, "--image-column")
-        caption = choose_field(member, names, how.caption_column, CAPTION_FIELDS, "--caption-column")
+        image, caption = choose_fields(member, names, how)
+        left = fields_left(names, how, image, caption)
         kind = parquet.schema_arrow.field(image).type
         require_image_type(f"{member}: column {image!r}", kind)
         name = _below(member, folder)
         reader = _Reader(parquet, RowBuilder(0), image, caption, member, name, RowSplits(splits[member]))
         if not is_embedded(kind):
             reader.add_rows(_nowhere)
-            return ReadPart(reader.rows.table(), "", reader.splits.conflicts)
+            return ReadPart(reader.rows.table(), "", reader.splits.conflicts, left)
         target = Path(spool) / f"{spool_name(member)}.bin"
         with atomic.replacing(target) as temporary, temporary.open("wb") as out:
             reader.add_rows(Spool(out))
-        return ReadPart(reader.rows.table(), str(target), reader.splits.conflicts)
+        return ReadPart(reader.rows.table(), str(target), reader.splits.conflicts, left)
 
 
 @dataclass

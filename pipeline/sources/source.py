@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +15,9 @@ from fnpipe.pipeline.sources.rows import RowBuilder
 # Which field holds what, where no flag says so; the first that an entry or header has.
 IMAGE_FIELDS = ("image", "filepath", "file_name", "image_path", "path", "filename", "image_name")
 CAPTION_FIELDS = ("caption", "captions", "title", "text")
+# What else data sets call them.
+_LIKE_IMAGE = re.compile(r"(?i)^((image|img|picture|photo)s?(_(url|path|file|name|\d+))?|urls?|(file_?)?(path|name))$")
+LIKE_CAPTION = re.compile(r"(?i)(^|_)(captions?|texts?|titles?|descriptions?|sentences?|alt)(_\d+)?$")
 
 IMAGE_EXTENSIONS = frozenset(
     {".jpg", ".jpeg", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".avif", ".jp2"}
@@ -47,6 +52,7 @@ class Source:
         inputs: every file whose content became rows.
         splits: the split of each member, where more than their names tells it. revision: of a data set on the Hub.
         notes: facts worth a line in the summary that are no rows (pictures that nothing mentions, empty parts).
+        choices: how many rows were read from one of several places that might have been meant, by what is said of it.
     """
 
     path: str
@@ -59,6 +65,7 @@ class Source:
     splits: dict[str, str | None] | None = None
     revision: str | None = None
     notes: list[str] = field(default_factory=list)
+    choices: Counter[str] = field(default_factory=Counter)
 
     def say(self, notes: Iterable[str]) -> None:
         """Add notes, under the source's name."""
@@ -80,6 +87,45 @@ class Tools:
 
 
 Reader = Callable[[Source, ReadOptions, RowBuilder, Tools], None]
+
+
+def choose_fields(
+    where: str, has: Iterable[str], how: ReadOptions, images: tuple[str, ...] = IMAGE_FIELDS
+) -> tuple[str, str]:
+    """The names of the image's and the caption's column: those that flags name, or the first known ones.
+
+    Raises:
+        InputError: one is not there; the message lists what is.
+    """
+    names = list(has)
+    return (
+        choose_field(where, names, how.image_column, images, "--image-column"),
+        choose_field(where, names, how.caption_column, CAPTION_FIELDS, "--caption-column"),
+    )
+
+
+def fields_left(has: Iterable[str], how: ReadOptions, image: str, caption: str, also: Iterable[str] = ()) -> list[str]:
+    """Sentences on fields that were taken, no flag naming them, where others might have been meant.
+
+    Args:
+        image, caption: those taken. also: fields that hold images, whatever they are called.
+    """
+    names, images = list(has), {*IMAGE_FIELDS, *also}
+    found = []
+    for what, taken, given, others in (
+        ("image", image, how.image_column, [name for name in names if name in images or _LIKE_IMAGE.search(name)]),
+        ("caption", caption, how.caption_column, list(filter(LIKE_CAPTION.search, names))),
+    ):
+        left = [repr(name) for name in others if name not in (image, caption)]
+        left += [f"the second {taken!r}"] if names.count(taken) > 1 else []
+        if given is None and left:
+            found.append(f"{taken_from(what, repr(taken), left)}; --{what}-column names another")
+    return found
+
+
+def taken_from(what: str, taken: str, left: list[str]) -> str:
+    more = f" (and {len(left) - 5} more)" if len(left) > 5 else ""
+    return f"the {what} is taken from {taken}, not from {' or '.join(left[:5])}{more}"
 
 
 def choose_field(where: str, has: Iterable[str], wanted: str | None, known: tuple[str, ...], flag: str) -> str:

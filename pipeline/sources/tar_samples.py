@@ -28,12 +28,13 @@ class Sample:
     detail: str = ""
 
     @property
+    def images(self) -> list[str]:
+        """The fields that are images by their extension; the first one counts."""
+        return [name for name in self.fields if "." + name.rpartition(".")[2] in IMAGE_EXTENSIONS]
+
+    @property
     def image(self) -> Member | None:
-        """The member that is an image by its extension."""
-        for name, member in self.fields.items():
-            if "." + name.rpartition(".")[2] in IMAGE_EXTENSIONS:
-                return member
-        return None
+        return next((self.fields[name] for name in self.images), None)
 
     def text(self, name: str) -> bytes | None:
         """The content of the member whose extension is ``name`` (``txt`` or ``json``)."""

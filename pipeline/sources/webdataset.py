@@ -7,6 +7,7 @@ import gzip
 import json
 import lzma
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from fnpipe.pipeline.files.tables import gc_paused
 from fnpipe.pipeline.files.text import common_folder, open_binary, peek, spool_name, unpacked_limit, unpacks_too_far
 from fnpipe.pipeline.files.urls import join, natural, walk
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
-from fnpipe.pipeline.sources.source import ReadOptions, Source, Tools
+from fnpipe.pipeline.sources.source import LIKE_CAPTION, ReadOptions, Source, Tools, taken_from
 from fnpipe.pipeline.sources.splits import member_splits, of_split
 from fnpipe.pipeline.sources.tar_samples import Sample, TarIndex, index_tar
 
@@ -47,6 +48,7 @@ class IndexedTar:
         file: where the images lie: the tar itself, or its unpacked copy.
         samples: how many it holds. captioned: how many of them have a caption's member.
         fields: the field names met, for messages.
+        choices: as of `Source`.
     """
 
     table: pa.Table
@@ -54,6 +56,7 @@ class IndexedTar:
     samples: int
     captioned: int
     fields: tuple[str, ...]
+    choices: Counter[str]
 
 
 def tar_members(path: str) -> list[str]:
@@ -77,6 +80,7 @@ def read_webdataset(source: Source, how: ReadOptions, rows: RowBuilder, tools: T
         if not len(tar.table):
             source.say([f"{path} holds no samples"])
         source.files.append(tar.file)
+        source.choices.update(tar.choices)
         rows.add_table(_placed(tar.table, number, splits[path]))
 
 
@@ -113,7 +117,36 @@ def _index(path: str, *, field: str | None, prefix: str, spool: str) -> IndexedT
     table, index = index_rows(file, path[len(prefix) :], field)
     wanted = "txt" if field is None else "json"
     captioned = sum(sample.text(wanted) is not None for sample in index.samples)
-    return IndexedTar(table, file, len(index.samples), captioned, tuple(index.fields))
+    return IndexedTar(table, file, len(index.samples), captioned, tuple(index.fields), _choices(index.samples, field))
+
+
+def _choices(samples: list[Sample], field: str | None) -> Counter[str]:
+    """What was taken of samples with several images or texts, and how often; the first sample tells of all .json."""
+    several = (sample.images for sample in samples if len(sample.fields) > 2)
+    found = Counter(
+        taken_from("image", f".{names[0]}", [f".{name}" for name in names[1:]]) for names in several if len(names) > 1
+    )
+    both = [sample for sample in samples if sample.text("txt") is not None and sample.text("json") is not None]
+    if field is None and both and (choice := _choice_of_texts(both[0])):
+        found[choice] = len(both)
+    return found
+
+
+def _choice_of_texts(sample: Sample) -> str | None:
+    """Which of a text and other ones in its .json is the caption; None where they agree."""
+    try:
+        text, taken = (sample.text("txt") or b"").decode("utf-8-sig").strip(), _caption(sample, None)
+        value = json.loads((sample.text("json") or b"").decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(taken, list):
+        return None if text in taken else taken_from("caption", "'captions' of the .json", ["the .txt"])
+    left = [key for key in value if LIKE_CAPTION.search(key)] if isinstance(value, dict) else []
+    left = [
+        repr(key) for key in left if isinstance(value[key], str | list) and value[key] not in (text, [text], "", [])
+    ]
+    named = "; --caption-column json:FIELD names another"
+    return taken_from("caption", "the .txt", [f"the .json's {key}" for key in left]) + named if left else None
 
 
 def _add(rows: RowBuilder, sample: Sample, tar: str, field: str | None) -> None:

@@ -93,6 +93,15 @@ def test_a_graph_that_is_there_is_taken_and_a_poor_one_refused(workspace: Worksp
     assert run(["build-graph", root, "--k", "8"]) == 0
     assert prepare(workspace) == 2
     assert "8 neighbours, and the recipe judges 16; run `fnpipe build-graph" in capsys.readouterr().err
+    assert prepare(workspace, "--plan", "--json") == 0
+    ahead = json.loads(capsys.readouterr().out)
+    assert [(step["stage"], step["state"], step["judgements"]) for step in ahead["steps"]][:2] == [
+        ("graph/clip", "to do", 0), ("edges/avoid-near", "to do", 16 * 2 * N),
+    ]  # fmt: skip
+    (note,) = ahead["notes"]
+    assert note.endswith(f"8 neighbours, and the recipe judges 16; run `fnpipe build-graph {root} --k 16 --overwrite`")
+    assert prepare(workspace, "--plan") == 0
+    assert f"before it: {note}" in capsys.readouterr().out
     assert prepare(workspace, "--recipe", "quantile") == 0
     assert run(["build-graph", root, "--k", "20", "--recall-check", "5", "--seed", "3", "--overwrite"]) == 0
     graph = files(workspace.root)["graph/clip/meta.json"]

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import MakeWorkspace, flat_colour
+from conftest import MakeWorkspace, flat_colour, write_embeddings
 from fnpipe.cli.main import run
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.edges.reader import read_edges
@@ -20,8 +20,9 @@ from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.mining.plans.config import GroupConfig
 from fnpipe.mining.plans.plan import read_plan
 from fnpipe.mining.plans.stage import group
-from fnpipe.mining.views.audit import audit, discriminator_judge, hardest_in_batch, hardest_negatives
+from fnpipe.mining.views.audit import audit, discriminator_judge
 from fnpipe.mining.views.config import AuditConfig
+from fnpipe.mining.views.hardest import hardest_in_batch, hardest_negatives
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
@@ -165,6 +166,29 @@ def test_the_command_prints_a_table_writes_a_plot_and_speaks_json(
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert summary["rows"][1]["search_space"] == 12
     assert run([*command, "--plot", "audit.bmp"]) == 2
+
+
+def test_batches_that_are_no_harder_than_random_ones_are_a_note(make_workspace: MakeWorkspace, capsys):
+    rng = np.random.default_rng(1)
+    images = rng.normal(size=(48, 16))
+    workspace = make_workspace(48, embeddings=(images, images))
+    # Captions that have nothing to do with their pictures; and pictures that are all alike.
+    write_embeddings(workspace, "blind", images, rng.normal(size=(48, 16)))
+    write_embeddings(workspace, "alike", np.ones((48, 4)), np.ones((48, 4)))
+    told = {
+        name: audit(workspace, AuditConfig(batch_size=6, search_space=(24,), embeddings=name)).notes
+        for name in ("clip", "blind", "alike")
+    }
+    assert told["clip"] == []
+    (by_chance,) = told["blind"]
+    assert "of the 96 hardest negatives of random batches are more similar to their anchor" in by_chance
+    assert told["alike"] == [
+        "grit M = 24: the 96 hardest negatives are no harder than those of random batches (mean similarity 1.000 "
+        "against 1.000)"
+    ]
+    flags = ["--embeddings", "alike", "--batch-size", "6", "--search-space", "24"]
+    assert run(["audit", str(workspace.root), *flags]) == 0
+    assert f"note: {told['alike'][0]}" in capsys.readouterr().out
 
 
 def test_a_threshold_without_a_discriminator_is_refused(concepts: Workspace, capsys):

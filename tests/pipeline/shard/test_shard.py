@@ -33,6 +33,7 @@ from fnpipe.pipeline.images.decode import decode_rgb
 from fnpipe.pipeline.shard import assign_ids as finishing
 from fnpipe.pipeline.shard import write_shard as parts
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
+from fnpipe.pipeline.workspace.manifest import write_manifest
 from fnpipe.pipeline.workspace.schemas import IMAGES_SCHEMA, PAIRS_SCHEMA
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.status import status
@@ -737,7 +738,7 @@ def test_status_tells_of_a_tar_and_a_table_that_are_gone(make_workspace, capsys)
     assert "LOST: 2 files that sharding made are gone, the first " in printed
     assert f"next: fnpipe shard made {workspace.root} --overwrite\n" in printed
     manifest = json.loads((workspace.root / "fnpipe.json").read_text())
-    (workspace.root / "fnpipe.json").write_text(json.dumps({**manifest, "params": {"in_place": True}}))
+    write_manifest(workspace.root, {**manifest, "params": {"in_place": True}})
     assert status(str(workspace.root))["next"].startswith(f"bring {lost[0]} back")
 
 
@@ -771,7 +772,7 @@ def test_status_lists_stages_and_what_became_of_them(make_workspace):
     assert [(stage["name"], stage["state"]) for stage in stages] == [("embeddings/clip", "finished")]
     assert status(str(workspace.root))["next"] == f"fnpipe build-graph {workspace.root}"
     manifest = json.loads((workspace.root / "fnpipe.json").read_text())
-    (workspace.root / "fnpipe.json").write_text(json.dumps({**manifest, "digest": "other"}))
+    write_manifest(workspace.root, {**manifest, "digest": "other"})
     outdated = status(str(workspace.root))
     assert outdated["stages"][0]["state"] == "out of date"
     again = f"fnpipe embed {workspace.root} --name clip --overwrite, with the flags it was begun with"

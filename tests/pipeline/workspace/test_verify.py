@@ -20,6 +20,7 @@ from fnpipe.mining.plans.config import GroupConfig
 from fnpipe.mining.plans.stage import group
 from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
+from fnpipe.pipeline.workspace.manifest import write_manifest
 from fnpipe.pipeline.workspace.schemas import QUARANTINE_SCHEMA
 from fnpipe.pipeline.workspace.verify import verify
 from fnpipe.pipeline.workspace.workspace import Workspace
@@ -175,7 +176,7 @@ def test_pictures_that_are_kept_as_other_bytes_than_the_source_s_are_no_damage(r
     shard([str(tmp_path / "pairs.json")], str(tmp_path / "ws"), ShardConfig(resize=resize, workers=1))
     assert not verify(tmp_path / "ws", everything=True).findings
     manifest = json.loads((tmp_path / "ws" / "fnpipe.json").read_bytes())
-    (tmp_path / "ws" / "fnpipe.json").write_text(json.dumps({**manifest, "tars": []}))
+    write_manifest(tmp_path / "ws", {**manifest, "tars": []})
     assert not verify(tmp_path / "ws", everything=True).findings
 
 

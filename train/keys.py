@@ -98,7 +98,8 @@ def typed(key: str, value: Any, of: type, listed_by: str = "fnpipe train --keys"
         number = _number(value)
         if number is not None and (kind is float or number.is_integer()):
             return kind(value) if kind is int and isinstance(value, int) else kind(number)
-    raise InputError(f"{key} is {value!r}; it takes {_KIND_NAMES[kind]}")
+    listed = f", as {key}={','.join(map(str, value))}" if kind is str and isinstance(value, list) and value else ""
+    raise InputError(f"{key} is {value!r}; it takes {_KIND_NAMES[kind]}{listed}")
 
 
 def check(config: Any) -> None:

@@ -18,6 +18,7 @@ from fnpipe.train.evaluation.named import chosen_split, require_named, split_to_
 from fnpipe.train.keys import describe, given_values, meanings, typed
 from fnpipe.train.learners.embedding_keys import FROZEN_METHODS
 from fnpipe.train.learners.keys import METHODS, TrainConfig, known_method
+from fnpipe.train.learners.turns import find_turns
 from fnpipe.train.runs.directory import (
     CONFIG,
     is_frozen_run,
@@ -89,7 +90,11 @@ def _require_named(workspace: Workspace, config: Any) -> None:
     """Refuse stages, a split or a kind of device that are not there."""
     check_device(config.device)
     for kind in ("embeddings", "groups", "edges"):
-        if (name := getattr(config, kind)) is not None:
+        if (name := getattr(config, kind)) is None:
+            continue
+        if kind == "groups" and isinstance(config, TrainConfig):
+            find_turns(workspace, config)
+        else:
             workspace.resolve(kind, name, f"--{kind}")
     chosen_split(workspace, config.evaluate_on)
 

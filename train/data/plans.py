@@ -5,6 +5,7 @@ Every random draw comes from (seed, epoch), never from a global state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -70,6 +71,19 @@ class PlannedBatches:
         cuts = np.flatnonzero(np.diff(batch)) + 1
         starts = np.concatenate([[0], cuts, [len(batch)]]).astype(np.int64)
         return EpochPlan(starts, plan["image_id"].to_numpy(), plan["pair_id"].to_numpy())
+
+
+class PlansInTurn:
+    """The batches of several plans one after the other, each for as many epochs as stand beside it, from its first."""
+
+    def __init__(self, turns: Sequence[tuple[BatchSource, int]]) -> None:
+        self.batch_size = turns[0][0].batch_size
+        self.grouped = any(source.grouped for source, _ in turns)
+        self._of_epoch = [(source, own) for source, epochs in turns for own in range(epochs)]
+
+    def epoch(self, epoch: int) -> EpochPlan:
+        source, own = self._of_epoch[epoch]
+        return source.epoch(own)
 
 
 class RandomBatches:
@@ -141,16 +155,6 @@ def batches_each(n_batches: int, world: int) -> int:
     if n_batches < world:
         raise InputError(f"{n_batches} batches an epoch are too few for {world} processes")
     return n_batches // world
-
-
-def planned_batches(plan: Stage, batch_size: int | None) -> PlannedBatches:
-    """The batches of a plan; a ``batch_size`` that was given must be the plan's."""
-    source = PlannedBatches(plan)
-    if batch_size not in (None, source.batch_size):
-        raise InputError(
-            f"batch_size is {batch_size}, the batches of {plan.path} hold {source.batch_size}; leave it out"
-        )
-    return source
 
 
 def check_batch_size(size: int, asked: int | None, workspace: Workspace) -> None:

@@ -23,10 +23,10 @@ from fnpipe.train.data.plans import (
     RandomBatches,
     WithoutPairs,
     check_batch_size,
-    planned_batches,
 )
 from fnpipe.train.learners.embedding_keys import FrozenConfig
 from fnpipe.train.learners.inputs import identity_beyond_records
+from fnpipe.train.learners.turns import Turn, batches_in_turn
 
 DEFAULT_BATCH_SIZE = 64
 
@@ -72,7 +72,7 @@ def open_frozen_inputs(workspace: Workspace, config: FrozenConfig) -> FrozenInpu
     source: BatchSource
     if config.groups is not None:
         plan = workspace.resolve("groups", config.groups, "--groups")
-        source = planned_batches(plan, config.batch_size)
+        source = batches_in_turn([Turn(plan)], config.batch_size)
         digests[plan.name] = plan.digest
     else:
         members = read_train_pairs(workspace, embeddings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,12 +26,13 @@ from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 from fnpipe.train.data.augment import make_augment
 from fnpipe.train.data.batches import DecodingLoader, FittedLoader, Loader, Pixels
 from fnpipe.train.data.pictures import FittedPictures, Samples
-from fnpipe.train.data.plans import BatchSource, RandomBatches, Warmed, WithoutPairs, check_batch_size, planned_batches
+from fnpipe.train.data.plans import BatchSource, RandomBatches, Warmed, WithoutPairs, check_batch_size
 from fnpipe.train.data.stream import MaterializedPictures
 from fnpipe.train.falcon.batches import FalconSource
 from fnpipe.train.falcon.keys import FALCON, choose_search_space
 from fnpipe.train.keys import TINY
 from fnpipe.train.learners.keys import Recipe, TrainConfig
+from fnpipe.train.learners.turns import Turn, batches_in_turn, find_turns, served_epochs
 from fnpipe.train.model.load import SHIPPED
 from fnpipe.train.model.model import VLModel
 from fnpipe.train.model.tokenizer import CaptionTokenizer
@@ -48,6 +50,7 @@ class Inputs:
         edges: None where the method takes none and none were asked for. identity: what counts as recorded beside the
             recorded pairs; None: nothing does.
         pair_ids: (n,) int64, the pairs of the train split. batches_per_epoch: of all processes together.
+        epochs: that the plans serve; None: as many as are asked for. begins_hard: the first batches are a GRIT plan's.
         stream: None: the pictures are read from the workspace's tars.
         thresholds: tau_low and tau_high by which the edges are labelled in this run.
         digests: what was read, by name; a resumed run must find the same.
@@ -63,6 +66,8 @@ class Inputs:
     thresholds: tuple[float, float]
     truth: Truth | None
     batches_per_epoch: int
+    epochs: int | None
+    begins_hard: bool
     stream: MaterializedPictures | None
     digests: dict[str, str] = field(default_factory=dict)
 
@@ -75,25 +80,25 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
     """
     # All that the run needs of the pairs, in one pass over them.
     workspace.pairs.load("image_of", "train", "picture_codes", "caption_codes", "captions", "places")
-    members, plan = read_train_pairs(workspace), find_plan(workspace, config)
+    members, turns = read_train_pairs(workspace), find_turns(workspace, config)
     batch_size = config.batch_size or (64 if architecture == TINY else 128)
     source: BatchSource | FalconSource
     if config.method == FALCON:
         source = open_falcon(workspace, config, batch_size)
-        made_of: Stage | None = source.embeddings.stage
+        made_of = [source.embeddings.stage]
     else:
-        source = open_batches(workspace, config, plan, RandomBatches(members, batch_size, config.seed))
-        made_of = plan
+        source = open_batches(workspace, config, turns, RandomBatches(members, batch_size, config.seed))
+        made_of = [turn.plan for turn in turns]
     check_batch_size(source.batch_size, config.batch_size, workspace)
     mined = find_edges(workspace, config) if config.method_losses.ecm or config.edges is not None else None
     edges, bound, thresholds = _labelled(mined, config)
-    digests = {"pairs": workspace.digest, **{stage.name: stage.digest for stage in (made_of, mined) if stage}}
+    digests = {"pairs": workspace.digest, **{stage.name: stage.digest for stage in (*made_of, mined) if stage}}
     truth = None
     if config.truth is not None:
         truth = Truth.read(config.truth, workspace)
         digests["truth"] = file_digest(Path(config.truth))
     samples = Samples.of(workspace)
-    stream = open_stream(config, plan)
+    stream = open_stream(config, turns)
     if stream is None:
         samples.check(workspace)
     return Inputs(
@@ -107,18 +112,20 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         thresholds=thresholds,
         truth=truth,
         batches_per_epoch=source.batches_per_epoch if isinstance(source, FalconSource) else len(source.epoch(0)),
+        epochs=served_epochs(turns),
+        begins_hard=bool(turns) and turns[0].grouped and not config.warm,
         stream=stream,
         digests=digests,
     )
 
 
-def open_batches(workspace: Workspace, config: TrainConfig, plan: Stage | None, drawn: RandomBatches) -> BatchSource:
-    """The batches of a plan, or else those ``drawn``, without the doubted pairs; random epochs before them if asked.
+def open_batches(workspace: Workspace, config: TrainConfig, turns: Sequence[Turn], drawn: RandomBatches) -> BatchSource:
+    """The batches of plans, or else those ``drawn``, without the doubted pairs; random epochs before them if asked.
 
     Raises:
         InputError: the plan has another batch size than was asked for, or ``warm`` goes before no GRIT plan.
     """
-    source: BatchSource = drawn if plan is None else planned_batches(plan, config.batch_size)
+    source: BatchSource = batches_in_turn(turns, config.batch_size) if turns else drawn
     if config.min_recorded_probability > 0:
         source = WithoutPairs(source, doubted_pairs(find_edges(workspace, config), config.min_recorded_probability))
     if config.warm:
@@ -184,22 +191,6 @@ def identity_beyond_records(workspace: Workspace, bound: int) -> Identity | None
     return identity if identity is not None and identity.repeats else None
 
 
-def find_plan(workspace: Workspace, config: TrainConfig) -> Stage | None:
-    """The plan that is named, or the only GRIT plan for a method that needs one; None: the run draws random batches."""
-    if config.groups is not None:
-        return workspace.resolve("groups", config.groups, "--groups")
-    if not config.method_losses.grouped:
-        return None
-    plans = [name for name in workspace.names("groups") if _is_grit(workspace.stage(f"groups/{name}"))]
-    if not plans:
-        raise InputError(
-            f"{workspace.root}: no GRIT plan, which {config.method} needs; run `fnpipe group {workspace.root}`"
-        )
-    if len(plans) > 1:
-        raise InputError(f"{workspace.root}: several GRIT plans ({', '.join(plans)}); choose with --groups")
-    return workspace.resolve("groups", plans[0], "--groups")
-
-
 def open_falcon(workspace: Workspace, config: TrainConfig, batch_size: int) -> FalconSource:
     """What falcon constructs its batches from: the train pairs that have an embedding, without those that are doubted.
 
@@ -223,14 +214,15 @@ def open_falcon(workspace: Workspace, config: TrainConfig, batch_size: int) -> F
     return FalconSource(members, embeddings, batch_size, choose_search_space(config, batch_size), config.seed, known)
 
 
-def open_stream(config: TrainConfig, plan: Stage | None) -> MaterializedPictures | None:
+def open_stream(config: TrainConfig, turns: Sequence[Turn]) -> MaterializedPictures | None:
     """The materialised plan that is named; None: the pictures come from the workspace's tars."""
     if config.materialized is None:
         return None
-    if plan is None:
+    if not turns:
         raise InputError(f"materialized is {config.materialized}, and the run has no plan; name it with --groups")
     if config.min_recorded_probability > 0:
         raise InputError("materialized shards hold whole batches; leave min_recorded_probability out, or materialized")
+    plan = turns[0].plan
     return MaterializedPictures(config.materialized, plan, plan_epochs(plan))
 
 
@@ -262,8 +254,3 @@ def init_digest(init: str | None, weights: Path | None) -> dict[str, str]:
     if init is None or init in SHIPPED or weights is None or not weights.is_file():
         return {}
     return {"init": file_digest(weights)}
-
-
-def _is_grit(plan: Stage) -> bool:
-    meta = plan.meta() or {}
-    return bool(meta.get("params", {}).get("sampling") == "grit")

@@ -65,6 +65,7 @@ def open_pictures(
     architecture = model.config.architecture
     check_reward(config, architecture, model.captions)
     inputs = open_inputs(workspace, config, architecture)
+    config = dataclasses.replace(config, epochs=inputs.epochs or config.epochs)
     weights = model_file(config.init, workspace) if config.init is not None else None
     inputs.digests.update(init_digest(config.init, weights))
     cuda = world.device.type == "cuda"
@@ -86,8 +87,7 @@ def open_pictures(
     if recipe.warm >= recipe.epochs:
         raise InputError(f"warm is {recipe.warm}, and of {recipe.epochs} epochs none would have the plan's batches")
     learner = PictureLearner(recipe, inputs, model.to(world.device), world)
-    begins_hard = inputs.source.grouped and learner.falcon is None and not recipe.warm
-    if config.init is not None and recipe.itm and begins_hard and world.first:
+    if config.init is not None and recipe.itm and inputs.begins_hard and world.first:
         learner.notes = [*learner.notes, *weak_head(workspace, model, inputs.samples)]
     learner.con_d = con_d
     if con_d is None and config.agreement is not None:

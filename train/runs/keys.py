@@ -47,8 +47,10 @@ class RunKeys(SessionKeys):
     )
     groups: str | None = option(
         None,
-        "the plan; None: the only GRIT plan where the method needs one, else seeded random batches.",
-        help="The plan. Default: the only GRIT plan for grit and mafa, else random batches.",
+        "the plan, or several in turn with the epochs that each serves, from its first: random:2,hard:6 trains for 8; "
+        "None: the only GRIT plan where the method needs one, else seeded random batches.",
+        help="The plan, or several with the epochs that each serves: random:2,hard:6. Default: the only GRIT plan for "
+        "grit and mafa, else random batches.",
     )
     warm: int = option(
         0,

@@ -86,9 +86,11 @@ def typed(key: str, value: Any, of: type, listed_by: str = "fnpipe train --keys"
     kinds = _kinds(of)
     if key not in kinds:
         raise InputError(f"unknown key {key!r}{nearest(key, sorted(kinds))}; `{listed_by}` lists them")
-    kind = kinds[key].type
+    kind, choices = kinds[key].type, kinds[key].choices
     if value is None and kinds[key].optional:
         return None
+    if kind is not str and isinstance(value, str) and value in choices:
+        return value
     if kind is bool and isinstance(value, bool):
         return value
     if kind is str and isinstance(value, str | int | float) and not isinstance(value, bool):
@@ -99,7 +101,8 @@ def typed(key: str, value: Any, of: type, listed_by: str = "fnpipe train --keys"
         if number is not None and (kind is float or number.is_integer()):
             return kind(value) if kind is int and isinstance(value, int) else kind(number)
     listed = f", as {key}={','.join(map(str, value))}" if kind is str and isinstance(value, list) and value else ""
-    raise InputError(f"{key} is {value!r}; it takes {_KIND_NAMES[kind]}{listed}")
+    words = "" if kind is str else "".join(f" or {word}" for word in choices)
+    raise InputError(f"{key} is {value!r}; it takes {_KIND_NAMES[kind]}{words}{listed}")
 
 
 def check(config: Any) -> None:
@@ -111,11 +114,12 @@ def check(config: Any) -> None:
     kinds, fields = _kinds(config.__class__), dataclasses.fields(config)
     for key, value in ((field.name, getattr(config, field.name)) for field in fields):
         known = kinds[key].choices
-        if known and value not in known and not (value is None and kinds[key].optional):
+        number = kinds[key].type is not str and isinstance(value, int | float)
+        if known and value not in known and not number and not (value is None and kinds[key].optional):
             raise InputError(f"{key} is {value!r}; choose from {', '.join(known)}{nearest(str(value), [*known])}")
     for field in fields:
         value, said = getattr(config, field.name), option_of(field)
-        if said is not None and said.low is not None and value is not None:
+        if said is not None and said.low is not None and isinstance(value, int | float):
             _check_bounds(field.name, value, said.low, said.high)
 
 
@@ -136,7 +140,8 @@ def describe(of: type) -> list[tuple[str, str, str]]:
         if default is None:
             default = _when_none(texts[field.name])
         kind = kinds[field.name]
-        rows.append((field.name, "|".join(kind.choices) or kind.type.__name__, str(default)))
+        words = kind.choices if kind.choices and kind.type is str else (kind.type.__name__, *kind.choices)
+        rows.append((field.name, "|".join(words), str(default)))
     return rows
 
 
@@ -154,7 +159,7 @@ def meanings(of: type) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _Kind:
-    """What a key takes: a type, of texts perhaps only some, and perhaps None."""
+    """What a key takes: a type, of texts only the ``choices`` where there are some, and perhaps None."""
 
     type: type
     choices: tuple[str, ...]
@@ -171,9 +176,9 @@ def _kinds(of: type) -> dict[str, _Kind]:
 def _kind(hint: Any) -> _Kind:
     optional = typing.get_origin(hint) in (Union, UnionType)
     kinds = [kind for kind in typing.get_args(hint) if kind is not NoneType] if optional else [hint]
-    if typing.get_origin(kinds[0]) is Literal:
-        return _Kind(str, typing.get_args(kinds[0]), optional)
-    return _Kind(kinds[0], (), optional)
+    words = [word for kind in kinds if typing.get_origin(kind) is Literal for word in typing.get_args(kind)]
+    types = [kind for kind in kinds if typing.get_origin(kind) is not Literal]
+    return _Kind(types[0] if types else str, tuple(words), optional)
 
 
 def _number(value: str | int | float) -> float | None:

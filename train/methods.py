@@ -14,7 +14,7 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.device import check_device
 from fnpipe.pipeline.workspace.workspace import Workspace, reading
 from fnpipe.train.evaluation.config import FIT, EvaluateConfig
-from fnpipe.train.evaluation.named import chosen_split, require_named, split_to_fit_on
+from fnpipe.train.evaluation.named import chosen_split, fitted_in_training, require_named, split_to_fit_on
 from fnpipe.train.keys import describe, given_values, meanings, typed
 from fnpipe.train.learners.embedding_keys import FROZEN_METHODS
 from fnpipe.train.learners.keys import METHODS, TrainConfig, known_method
@@ -97,6 +97,8 @@ def _require_named(workspace: Workspace, config: Any) -> None:
         else:
             workspace.resolve(kind, name, f"--{kind}")
     chosen_split(workspace, config.evaluate_on)
+    if isinstance(config, TrainConfig):
+        fitted_in_training(workspace, config.dual_weight, config.evaluate_on)
 
 
 def evaluate(workspace: Workspace, config: EvaluateConfig) -> dict[str, Any]:
@@ -138,7 +140,7 @@ def _evaluate(
 ) -> dict[str, Any]:
     """The figures of what the config names, see `evaluate_model` and `evaluate_frozen`."""
     from fnpipe.pipeline.workspace.embeddings import Embeddings
-    from fnpipe.train.evaluation import on_embeddings, retrieval
+    from fnpipe.train.evaluation import both_scores, on_embeddings, retrieval
     from fnpipe.train.evaluation.queries import read_queries
 
     if config.run is None:
@@ -152,7 +154,7 @@ def _evaluate(
     weight: float | Queries | None = config.dual_weight if config.dual_weight != FIT else None
     if config.dual_weight == FIT:
         weight = read_queries(workspace, split_to_fit_on(workspace))
-    return retrieval.evaluate_run(workspace, config.run, queries, truth, top_k=top_k, dual_weight=weight, **of_run)
+    return both_scores.evaluate_run(workspace, config.run, queries, truth, top_k=top_k, dual_weight=weight, **of_run)
 
 
 def describe_keys(method: str | None = None) -> list[tuple[str, str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 
 from conftest import MakeWorkspace
 from fnpipe.cli.main import run as run_cli
-from fnpipe.train.evaluation.retrieval import DUAL_WEIGHTS
+from fnpipe.train.evaluation.both_scores import DUAL_WEIGHTS
 from fnpipe.train.learners.keys import METHODS
 from fnpipe.train.methods import describe_keys
 
@@ -54,6 +55,16 @@ def test_both_scores_rank_together_by_a_weight_that_is_given_or_fitted_on_valida
     words = ["train", root, "--method", "albef", "--run", "r", *FAST, "--set", "dual_weight=0.5", "--json"]
     assert run_cli(words) == 0
     assert "both_rsum" in json.loads(capsys.readouterr().out)["evaluation"]
+    fit = ["train", root, "--method", "albef", *FAST, "--set", "dual_weight=fit"]
+    assert run_cli([*fit, "--run", "f", "--set", "evaluate_on=test", "--json"]) == 0
+    logged = json.loads(capsys.readouterr().out)["evaluation"]
+    assert run_cli(["evaluate", root, "--run", "f", "--dual-weight", "fit", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert logged["both_dual_weight"] == found["dual_weight"]
+    assert (logged["both_rsum"], logged["itm_rsum"]) == (found["both"]["rsum"], found["itm"]["rsum"])
+    for on in ([], ["--set", "evaluate_on=validation"], ["--set", "evaluate_on=all"]):
+        assert run_cli([*fit, "--run", "no", *on]) == 2
+        assert "dual_weight fit is fitted on validation, whose figures it would make" in capsys.readouterr().err
     for given in ("fit", "0.5"):
         assert run_cli(["evaluate", root, "--run", "r", "--dual-weight", given, "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -78,6 +89,15 @@ def test_no_weight_is_fitted_on_the_test_split_nor_for_a_run_without_a_head(
     capsys.readouterr()
     assert run_cli(["evaluate", root, "--run", "albef", "--dual-weight", "fit"]) == 2
     assert "no validation split to fit --dual-weight on; give it as a number" in capsys.readouterr().err
+    for method, weight, said in (
+        ("albef", "fit", "no validation split to fit dual_weight on; give it as a number"),
+        ("itc", "1", "dual_weight is 1.0, and the run trains no matching head; leave it out"),
+        ("albef", "much", "dual_weight is 'much'; it takes a number or fit"),
+        ("albef", "-1", "dual_weight is -1.0; it must be at least 0"),
+    ):
+        assert run_cli(["train", root, "--method", method, "--run", "no", "--set", f"dual_weight={weight}"]) == 2
+        assert said in capsys.readouterr().err
+    assert not (Path(root) / "runs" / "no").exists()
     assert run_cli(["evaluate", root, "--run", "itc", "--dual-weight", "1"]) == 2
     assert "--run itc trained no ITM head; leave --dual-weight 1.0 out" in capsys.readouterr().err
 

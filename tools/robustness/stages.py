@@ -228,7 +228,7 @@ def import_all() -> None:
         *("mining.graph.stage", "mining.plans.stage", "mining.plans.materialize", "mining.connections.stage"),
         *("mining.edges.relabel", "mining.exports.stage", "mining.views.audit", "mining.views.inspection"),
         *("mining.recipes.prepare", "train.judges.specs", "train.judges.itm"),
-        *("train.methods", "train.model.export_open_clip", "train.status", "train.evaluation.retrieval"),
+        *("train.methods", "train.model.export_open_clip", "train.status", "train.evaluation.both_scores"),
     ):
         importlib.import_module(f"fnpipe.{name}")
 

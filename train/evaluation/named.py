@@ -39,12 +39,7 @@ def _require_run(workspace: Workspace, config: EvaluateConfig, run: str) -> None
     if config.dual_weight is not None and not record["config"].get("itm"):
         raise InputError(f"--run {run} trained no ITM head; leave --dual-weight {config.dual_weight} out")
     if config.dual_weight == FIT:
-        fitted_on = split_to_fit_on(workspace)
-        if not config.eccv and chosen_split(workspace, config.on) in (fitted_on, "all"):
-            raise InputError(
-                f"--dual-weight {FIT} is fitted on {fitted_on}, whose figures it would make too good; evaluate on "
-                "another split with --on, or give the weight as a number"
-            )
+        split_to_fit_on(workspace, None if config.eccv else chosen_split(workspace, config.on))
     if config.embeddings is not None:
         if not is_frozen_run(directory):
             raise InputError(f"--run {run} embeds pictures itself; leave --embeddings {config.embeddings} out")
@@ -52,16 +47,38 @@ def _require_run(workspace: Workspace, config: EvaluateConfig, run: str) -> None
     checkpoint_path(directory, config.chosen_checkpoint)
 
 
-def split_to_fit_on(workspace: Workspace) -> str:
-    """The validation split.
+def split_to_fit_on(
+    workspace: Workspace, reported: str | None = None, weight: str = "--dual-weight", on: str = "--on"
+) -> str:
+    """The validation split, for what is fitted and then reported on another split, ``reported``.
+
+    Args:
+        weight, on: what the weight, and the split that is reported, are given by.
 
     Raises:
-        InputError: there is none; what is fitted on the test split would make its figures too good.
+        InputError: there is none, or it is reported on itself: what is fitted there would make its figures too good.
     """
     split = split_to_choose_by(workspace.splits())
     if split is None or split == TEST:
-        raise InputError(f"{workspace.root}: no validation split to fit --dual-weight on; give it as a number")
+        raise InputError(f"{workspace.root}: no validation split to fit {weight} on; give it as a number")
+    if reported in (split, "all"):
+        raise InputError(
+            f"{weight} {FIT} is fitted on {split}, whose figures it would make too good; evaluate on another split "
+            f"with {on}, or give the weight as a number"
+        )
     return split
+
+
+def fitted_in_training(workspace: Workspace, dual_weight: float | str | None, evaluate_on: str | None) -> str | None:
+    """The split that a run fits its ``dual_weight`` on, beside the one it evaluates on; None: it fits none.
+
+    Raises:
+        InputError: as `split_to_fit_on`.
+    """
+    if dual_weight != FIT:
+        return None
+    reported = evaluate_on or split_to_choose_by(workspace.splits())
+    return split_to_fit_on(workspace, reported, "dual_weight", "evaluate_on")
 
 
 def chosen_split(workspace: Workspace, on: str | None) -> str:

@@ -15,7 +15,6 @@ import torch
 
 from fnpipe.mining.data.truth import Truth
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.machine.device import pick_device
 from fnpipe.pipeline.machine.progress import Advance, progress
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
@@ -30,16 +29,12 @@ from fnpipe.train.evaluation.metrics import (
     top_items,
 )
 from fnpipe.train.evaluation.queries import Queries, usable_queries
-from fnpipe.train.model.load import load_run
 from fnpipe.train.model.model import VLModel
-from fnpipe.train.runs.directory import find_run, read_run_config
 
 # Candidates per query that the ITM head re-ranks.
 TOP_K = 24
 ENCODE_BATCH = 128
 FUSE_BATCH = 512
-# Weights of the dual encoder's score beside the head's that are tried on a validation split.
-DUAL_WEIGHTS = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 # Elements of one block of truth look-ups.
 TRUTH_BLOCK = 1 << 22
 
@@ -293,51 +288,3 @@ def counts_of(queries: Queries, asked: int) -> dict[str, Any]:
         "copies": len(queries.copies),
         "notes": queries.notes,
     }
-
-
-def evaluate_run(
-    workspace: Workspace,
-    run: str,
-    queries: Queries,
-    truth: Truth | None = None,
-    *,
-    checkpoint: str = "best-or-last",
-    top_k: int = TOP_K,
-    dual_weight: float | Queries | None = None,
-    device: str = "auto",
-    measure: Measure | None = None,
-) -> dict[str, Any]:
-    """`evaluate_model` of a run's checkpoint; re-ranked where the run trained its ITM head.
-
-    Args:
-        dual_weight: re-rank also by both scores, the dual encoder's with this weight, or with the best of
-            `DUAL_WEIGHTS` on these queries: ``both``, and ``dual_weight``.
-
-    Raises:
-        InputError: no such run, checkpoint or device.
-    """
-    directory = find_run(workspace, run)
-    rerank = bool(read_run_config(directory)["config"]["itm"])
-    model = load_run(directory, checkpoint).to(pick_device(device))
-    if isinstance(dual_weight, Queries):
-        dual_weight = fit_dual_weight(workspace, model, dual_weight, truth, top_k)
-    weights = () if dual_weight is None else (dual_weight,)
-    found = evaluate_model(
-        workspace, model, queries, truth, rerank=rerank, top_k=top_k, dual_weights=weights, measure=measure
-    )
-    if dual_weight is not None:
-        found |= {"both": found.pop("by_weight")[dual_weight], "dual_weight": dual_weight}
-    return found
-
-
-def fit_dual_weight(
-    workspace: Workspace, model: VLModel, queries: Queries, truth: Truth | None = None, top_k: int = TOP_K
-) -> float:
-    """The weight of `DUAL_WEIGHTS` by which both scores rank ``queries`` best, by mAP@R or RSUM; of equal the least.
-
-    The queries should not be those that are reported on.
-    """
-    found = evaluate_model(
-        workspace, model, queries, truth, rerank=True, top_k=top_k, dual_weights=DUAL_WEIGHTS, quiet=True
-    )["by_weight"]
-    return max(DUAL_WEIGHTS, key=lambda weight: found[weight].get("map_at_r", found[weight]["rsum"]))

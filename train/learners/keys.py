@@ -193,9 +193,8 @@ def _refuse_unused(recipe: Recipe) -> None:
             ", which the sigmoid loss does not have",
         )
     if not recipe.itm:
-        _refuse(
-            recipe, {"itm_easy": 0, "itm_top": 1, "itm_negatives": "hardest"}, ", and the run trains no matching head"
-        )
+        of_head = {"itm_easy": 0, "itm_top": 1, "itm_negatives": "hardest", "dual_weight": None}
+        _refuse(recipe, of_head, ", and the run trains no matching head")
     if recipe.itm_negatives == "sampled":
         _refuse(recipe, {"itm_top": 1}, ", and itm_negatives=sampled draws from all of them")
 

@@ -23,8 +23,9 @@ from fnpipe.train.data.batches import Batch
 from fnpipe.train.data.pictures import fits_in_memory
 from fnpipe.train.data.plans import EpochPlan, batches_each, batches_of_rank
 from fnpipe.train.distributed import World
-from fnpipe.train.evaluation.queries import Queries
-from fnpipe.train.evaluation.retrieval import evaluate_model
+from fnpipe.train.evaluation.both_scores import evaluate_by_both
+from fnpipe.train.evaluation.named import fitted_in_training
+from fnpipe.train.evaluation.queries import Queries, read_queries
 from fnpipe.train.falcon.batches import FalconSource
 from fnpipe.train.falcon.keys import ITG, check_reward
 from fnpipe.train.falcon.scheduler import Falcon
@@ -89,6 +90,8 @@ def open_pictures(
     learner = PictureLearner(recipe, inputs, model.to(world.device), world)
     if config.init is not None and recipe.itm and inputs.begins_hard and world.first:
         learner.notes = [*learner.notes, *weak_head(workspace, model, inputs.samples)]
+    if (fitted_on := fitted_in_training(workspace, recipe.dual_weight, recipe.evaluate_on)) is not None:
+        learner.fit_on = read_queries(workspace, fitted_on, recipe.evaluate_images, recipe.seed)
     learner.con_d = con_d
     if con_d is None and config.agreement is not None:
         learner.con_d = load_discriminator(config.agreement, workspace, world.device)
@@ -108,6 +111,8 @@ class PictureLearner(Learner[Batch, VLModel]):
 
     decodes = True
     con_d: Discriminator | None = None
+    # What the weight of dual + ITM is fitted on, where it is.
+    fit_on: Queries | None = None
 
     def __init__(self, config: Recipe, inputs: Inputs, model: VLModel, world: World) -> None:
         each = batches_each(inputs.batches_per_epoch, world.world)
@@ -255,19 +260,18 @@ class PictureLearner(Learner[Batch, VLModel]):
 
     def evaluate(self, queries: Queries) -> dict[str, dict[str, float]]:
         inputs, weight = self.inputs, self.config.dual_weight
-        weights = () if weight is None else (weight,)
-        found = evaluate_model(
+        found = evaluate_by_both(
             inputs.workspace,
             self.product,
             queries,
             inputs.truth,
             rerank=self.config.itm,
-            dual_weights=weights,
+            dual_weight=self.fit_on or weight,
             samples=inputs.samples,
             quiet=True,
         )
-        if weight is not None and "by_weight" in found:
-            found["both"] = found["by_weight"][weight]
+        if self.fit_on is not None:
+            found["both"] |= {"dual_weight": found["dual_weight"]}
         return {name: found[name] for name in ("dual", "itm", "both") if name in found}
 
     def save(self, path: Path) -> None:

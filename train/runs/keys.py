@@ -218,9 +218,10 @@ class RunKeys(SessionKeys):
         "the split that is evaluated while training (None: validation if there is one, else test, else no "
         "evaluation). Of a split other than test the best weights are kept.",
     )
-    dual_weight: float | None = option(
+    dual_weight: float | Literal["fit"] | None = option(
         None,
-        "evaluate also by the matching head's logit plus this times the dual encoder's: both_ in metrics.jsonl.",
+        "evaluate also by the matching head's logit plus this times the dual encoder's: both_ in metrics.jsonl. fit: "
+        "by the best weight on the validation split, every time; evaluate_on has to be another split then.",
         low=0.0,
     )
     evaluate_images: int = option(1000, "the most images to evaluate on while training.", low=1)

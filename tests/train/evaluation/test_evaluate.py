@@ -22,6 +22,7 @@ from fnpipe.pipeline.images.transform import Transform
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.pictures import Samples
+from fnpipe.train.evaluation import both_scores
 from fnpipe.train.evaluation import retrieval as evaluate
 from fnpipe.train.evaluation.queries import read_queries, usable_queries
 from fnpipe.train.evaluation.retrieval import evaluate_embeddings, evaluate_model, true_pairs
@@ -97,13 +98,13 @@ def test_figures_of_a_model_are_those_of_one_pair_at_a_time(make_workspace: Make
     workspace = make_workspace(7, captions=2, texts=texts, pictures=noise_pictures(7))
     queries = read_queries(workspace, "all")
     found = evaluate_model(
-        workspace, model, queries, rerank=True, top_k=top_k, dual_weights=evaluate.DUAL_WEIGHTS, quiet=True
+        workspace, model, queries, rerank=True, top_k=top_k, dual_weights=both_scores.DUAL_WEIGHTS, quiet=True
     )
     cosines, logits = plain_scores(workspace, model)
-    both = {weight: logits + weight * cosines / model.temp.item() for weight in evaluate.DUAL_WEIGHTS}
+    both = {weight: logits + weight * cosines / model.temp.item() for weight in both_scores.DUAL_WEIGHTS}
     assert found["by_weight"][0.0] == found["itm"]
     by_rsum = {weight: figures["rsum"] for weight, figures in found["by_weight"].items()}
-    fitted = evaluate.fit_dual_weight(workspace, model, queries, top_k=top_k)
+    fitted = both_scores.fit_dual_weight(workspace, model, queries, top_k=top_k)
     assert fitted == min(weight for weight in by_rsum if by_rsum[weight] == max(by_rsum.values()))
     own = [{2 * i, 2 * i + 1} for i in range(7)]
     owner = [{j // 2} for j in range(14)]

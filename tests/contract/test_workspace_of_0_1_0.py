@@ -2,7 +2,9 @@
 
 ``tests/data/workspace-0.1.0.tar.xz`` was made by that version from 24 drawn scenes of 32 px: two shards, embeddings
 ``demo``, their graph, the plans ``m`` and ``all``, the edges ``itm`` and ``share``, the adapter ``finished``, and
-``killed``, another that was killed while it wrote its third checkpoint.
+``killed``, another that was killed while it wrote its third checkpoint. ``itc-runs-0.1.0.tar.xz`` has two runs on the
+pictures: ``whole``, and ``stopped``, killed as the adapter was. Their model is a small one of open_clip's, ``narrow``,
+in which the embeddings of words that no caption has are zero.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import hashlib
 import tarfile
 from pathlib import Path
 
+import open_clip
 import pytest
 
 from conftest import TESTS
@@ -61,6 +64,20 @@ COMMANDS = {
 }
 
 
+NARROW = "--set model=narrow --set init=narrow.pt --set batch_size=4 --set checkpoint_steps=2"
+ITC = f"{TRAIN} --method itc --epochs 2 {NARROW}"
+
+OF_ITC = {
+    "status": "status ws",
+    "evaluate": "evaluate ws --run whole",
+    "evaluate a killed one": "evaluate ws --run stopped",
+    "embed": "embed ws --model run:whole --name turned --threads 1 --workers 0",
+    "export": "export-model ws out --run whole",
+    "report": "report ws/runs/whole ws/runs/stopped",
+    "train": f"{TRAIN} {SMALL} --method itc --set init=run:whole --run new",
+}
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with the workspace of 0.1.0, ``ws``, and what it was made from, in which the commands are run."""
@@ -68,6 +85,15 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         archive.extractall(tmp_path, filter="data")
     monkeypatch.chdir(tmp_path)
     return tmp_path
+
+
+@pytest.fixture
+def place_of_itc(place: Path) -> Path:
+    """`place` with the runs on pictures, and their architecture among open_clip's."""
+    with tarfile.open(TESTS / "data" / "itc-runs-0.1.0.tar.xz") as archive:
+        archive.extractall(place, filter="data")
+    open_clip.add_model_config(place / "narrow.json")
+    return place
 
 
 def bytes_of(folder: Path) -> dict[str, bytes]:
@@ -92,3 +118,22 @@ def test_a_run_that_was_killed_under_it_goes_on_to_the_same_weights(place: Path,
     weights = place / "ws" / "runs" / "killed" / "checkpoints" / "last.safetensors"
     assert hashlib.sha256(weights.read_bytes()).hexdigest() == GOES_ON_TO
     assert not list((place / "ws").rglob(".tmp-*"))
+
+
+@pytest.mark.parametrize("command", OF_ITC)
+def test_runs_on_pictures_open_in_every_command(place_of_itc: Path, capsys: pytest.CaptureFixture[str], command: str):
+    assert run(OF_ITC[command].split()) == 0, capsys.readouterr().err
+
+
+def test_a_finished_run_on_pictures_is_finished(place_of_itc: Path, capsys: pytest.CaptureFixture[str]):
+    held = bytes_of(place_of_itc / "ws" / "runs" / "whole" / "checkpoints")
+    assert run(f"{ITC} --run whole".split()) == 0, capsys.readouterr().err
+    assert bytes_of(place_of_itc / "ws" / "runs" / "whole" / "checkpoints") == held
+
+
+def test_a_killed_run_on_pictures_goes_on_to_the_weights_of_the_whole_one(
+    place_of_itc: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert run(f"{ITC} --run stopped".split()) == 0, capsys.readouterr().err
+    whole, stopped = (place_of_itc / "ws" / "runs" / name / "checkpoints" for name in ("whole", "stopped"))
+    assert (stopped / "last.safetensors").read_bytes() == (whole / "last.safetensors").read_bytes()

@@ -38,7 +38,6 @@ app = _Commands(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-
 # Of an error: what is wrong, where, and the way out, which stands at its end.
 _LONGEST_LINE = 2000
 

@@ -54,7 +54,6 @@ for command in COMMANDS:
 # What the system says of a path; where the user has named it, there is nothing to repair in the program.
 _PATH_ERRORS = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
 
-
 # What the system says when the machine is at its end.
 _MACHINE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EFBIG)
 

@@ -76,7 +76,6 @@ _KINDS: Mapping[str, Callable[[str], object]] = {
     "engine": check_engine,
 }
 
-
 # What a command was given for the fields of its configuration, by their names.
 Given: TypeAlias = Mapping[str, Any]
 

@@ -21,24 +21,17 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], None]
 
-
 SCENES = "scenes"
-
 
 REPORT = "report.html"
 
-
 FIGURES = "demo.json"
-
 
 ENCODER, CON_D = "demo", "itm:demo"
 
-
 EMBEDDINGS, EDGES, RANDOM = "demo", "itm", "random"
 
-
 METHODS = ("albef", "grit", "mafa")
-
 
 # The bytes of embeddings and edges depend on it, so it must not follow the machine. The models are so small that a
 # second thread gains little, and on a busy machine it costs several times the work in waiting.

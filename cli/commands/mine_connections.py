@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 TauHighOption = Annotated[float | None, typer.Option(help="Positive above this probability. Default: 0.8.")]
 
-
 TauLowOption = Annotated[
     float | None, typer.Option(help="Negative below this probability; ambiguous in between. Default: 0.5.")
 ]

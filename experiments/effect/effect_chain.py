@@ -37,8 +37,9 @@ from fnpipe.mining.graph.stage import GraphConfig, build_graph
 from fnpipe.mining.plans.config import ALL, GroupConfig
 from fnpipe.mining.plans.stage import group, plan_epoch
 from fnpipe.mining.views.accuracy import edges_against_truth
-from fnpipe.mining.views.audit import audit, hardest_negatives
+from fnpipe.mining.views.audit import audit
 from fnpipe.mining.views.config import AuditConfig
+from fnpipe.mining.views.hardest import hardest_negatives
 from fnpipe.pipeline.embed.stage import EmbedConfig, embed
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic

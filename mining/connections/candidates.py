@@ -114,8 +114,7 @@ def nearest_slots(anchors: np.ndarray, others: np.ndarray, forbidden: np.ndarray
     order = ((2 * _STEPS - steps) << _SLOT_BITS) + np.arange(others.shape[1])
     order[forbidden] = _NEVER
     best = np.sort(np.partition(order, k - 1, axis=-1)[..., :k], axis=-1)
-    slots: np.ndarray = np.where(best == _NEVER, -1, best & ((1 << _SLOT_BITS) - 1))
-    return slots
+    return np.where(best == _NEVER, -1, best & ((1 << _SLOT_BITS) - 1))
 
 
 class PlanProposer:
@@ -289,5 +288,4 @@ def _group_starts(sorted_keys: np.ndarray) -> np.ndarray:
 def _least(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
     if not len(starts):
         return values[:0]
-    least: np.ndarray = np.minimum.reduceat(values, starts)
-    return least
+    return np.minimum.reduceat(values, starts)

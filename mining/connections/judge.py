@@ -138,8 +138,7 @@ class Judge:
             rows = np.flatnonzero(shards == shard)
             found = self.verdicts(shard, images[rows], pairs[rows], lambda _: None)
             p[rows[found.judged]] = found.p[found.judged]
-        asked: np.ndarray = p[at]
-        return asked
+        return p[at]
 
     def verdicts(self, shard: int, image_ids: np.ndarray, pair_ids: np.ndarray, advance: Advance) -> Verdicts:
         """Judge (n,) combinations of images of ``shard``, ascending, with any pairs."""

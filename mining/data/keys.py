@@ -10,8 +10,7 @@ def combination_keys(left: np.ndarray, right: np.ndarray, width: int) -> np.ndar
 
     Ordered as (left, right). The inputs are widened first: an int32 product would wrap at 2**31.
     """
-    keys: np.ndarray = np.asarray(left, np.int64) * np.int64(width) + np.asarray(right, np.int64)
-    return keys
+    return np.asarray(left, np.int64) * np.int64(width) + np.asarray(right, np.int64)
 
 
 def contains(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -19,5 +18,4 @@ def contains(sorted_keys: np.ndarray, keys: np.ndarray) -> np.ndarray:
     if not len(sorted_keys):
         return np.zeros(keys.shape, bool)
     at = np.minimum(np.searchsorted(sorted_keys, keys), len(sorted_keys) - 1)
-    found: np.ndarray = sorted_keys[at] == keys
-    return found
+    return sorted_keys[at] == keys

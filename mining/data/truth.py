@@ -123,8 +123,7 @@ def _image_ids(path: Path, table: pa.Table, workspace: Workspace) -> np.ndarray:
         )
     id_of_code = np.full(len(counts), -1, np.int64)
     id_of_code[known_codes] = np.arange(len(known))
-    ids: np.ndarray = id_of_code[asked_codes]
-    return ids
+    return id_of_code[asked_codes]
 
 
 def _with_source(table: pa.Table) -> pa.ChunkedArray:
@@ -146,8 +145,7 @@ def _by_concept(path: Path, column: pa.ChunkedArray, image_ids: np.ndarray, work
     def matches(images: np.ndarray, pairs: np.ndarray) -> np.ndarray:
         owners = image_of[pairs]
         known = concepts[images]
-        true: np.ndarray = ((known == concepts[owners]) & (known >= 0)) | (images == owners)
-        return true
+        return ((known == concepts[owners]) & (known >= 0)) | (images == owners)
 
     return matches
 

@@ -55,8 +55,7 @@ class BlipDiscriminator:
     def prepare_texts(self, captions: Sequence[str], /) -> list[list[int]]:
         """Token ids of every caption, not padded: every layer looks at the picture, so that no more can be shared."""
         encoded = self._tokenize(list(captions), truncation=True, max_length=self._max_tokens)
-        ids: list[list[int]] = encoded["input_ids"]
-        return ids
+        return encoded["input_ids"]
 
     @torch.inference_mode()
     def score_pairs(
@@ -105,8 +104,7 @@ class BlipDiscriminator:
             seen = scaled_dot_product_attention(query, key[image_rows], value[image_rows])
             hidden = layer.crossattention.output(_merge(seen), hidden)
             hidden = layer.feed_forward_chunk(hidden)
-        logits: torch.Tensor = self._model.itm_head(hidden[:, 0])
-        return logits
+        return self._model.itm_head(hidden[:, 0])
 
 
 def _by_images(image_rows: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -17,7 +17,6 @@ from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 FIT_SAMPLE = 20_000
 
-
 # (n, d) images and (n, d) texts, float32, to (n,) scores, over which a curve can be fitted.
 Similarity = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
@@ -32,8 +31,7 @@ class LogisticFit:
 
     def __call__(self, similarity: np.ndarray) -> np.ndarray:
         logit = self.slope * similarity.astype(np.float64) + self.intercept
-        p: np.ndarray = (1 / (1 + np.exp(-logit))).astype(np.float32)
-        return p
+        return (1 / (1 + np.exp(-logit))).astype(np.float32)
 
 
 def fit_logistic(similarity: np.ndarray, target: np.ndarray, on: str) -> LogisticFit:
@@ -89,8 +87,7 @@ class ClipDiscriminator:
 
 def cosine(images: np.ndarray, texts: np.ndarray) -> np.ndarray:
     """(n, d) and (n, d) float32, normalised, to (n,) float32, each row by itself: blocks cannot change the result."""
-    similarity: np.ndarray = np.einsum("nd,nd->n", images, texts, dtype=np.float32)
-    return similarity
+    return np.einsum("nd,nd->n", images, texts, dtype=np.float32)
 
 
 def fit_on_recorded(workspace: Workspace, embeddings: Embeddings, *, sample: int = FIT_SAMPLE) -> LogisticFit:
@@ -151,5 +148,4 @@ def load_registered(spec: str, workspace: Workspace) -> AnyDiscriminator:
         known = ["clip", "blip:MODEL", "itm:RUN", "itm:demo", "vacsr:RUN", *sorted(registered)]
         likely = nearest(kind, [*known, "itm", "blip", "vacsr"])
         raise InputError(f"--discriminator {spec}: one of {', '.join(known)}{likely}")
-    con_d: AnyDiscriminator = registered[kind].load()(argument, workspace)
-    return con_d
+    return registered[kind].load()(argument, workspace)

@@ -39,8 +39,7 @@ def label_candidates(match_probability: np.ndarray, tau_low: float, tau_high: fl
         first = int(np.argmin(finite))
         raise ValueError(f"match_probability[{first}] is {p[first]}")
     # Both sides in float32, so that a p stored as 0.8 equals a threshold written as 0.8.
-    labels: np.ndarray = (p >= np.float32(tau_low)).astype(np.int8) + (p > np.float32(tau_high))
-    return labels
+    return (p >= np.float32(tau_low)).astype(np.int8) + (p > np.float32(tau_high))
 
 
 def named(codes: np.ndarray, names: Sequence[str]) -> pa.DictionaryArray:
@@ -52,8 +51,7 @@ def codes_in(column: pa.ChunkedArray, names: Sequence[str]) -> np.ndarray:
     """The reverse of `named`: (n,) int8, whatever dictionary the file brought."""
     values = pa.array(names, pa.string())
     found = pc.index_in(pc.cast(column, pa.string()), value_set=values)
-    codes: np.ndarray = found.fill_null(UNSCORED).to_numpy().astype(np.int8)
-    return codes
+    return found.fill_null(UNSCORED).to_numpy().astype(np.int8)
 
 
 def labels_of(table: pa.Table, thresholds: tuple[float, float] | None) -> np.ndarray:

@@ -153,5 +153,4 @@ def _counts(values: np.ndarray, asked: np.ndarray) -> np.ndarray:
     """(m,) float64: how often each of ``asked`` is among ``values``."""
     known, counts = np.unique(values, return_counts=True)
     at = np.minimum(np.searchsorted(known, asked), len(known) - 1)
-    found: np.ndarray = np.where(known[at] == asked, counts[at], 0).astype(np.float64)
-    return found
+    return np.where(known[at] == asked, counts[at], 0).astype(np.float64)

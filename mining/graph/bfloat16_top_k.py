@@ -59,8 +59,7 @@ def _any_above(scores: np.ndarray, threshold: int) -> bool:
     above = np.uint8(0)
     for x in range(CHUNK):
         above |= np.uint8(scores[x] > threshold)
-    found: bool = above != 0
-    return found
+    return above != 0
 
 
 @compiled
@@ -144,8 +143,7 @@ def _similarity(query: np.ndarray, address: int) -> np.float32:
     total = np.float32(0)
     for d in range(len(query)):
         total += query[d] * _half(address, d)
-    similarity: np.float32 = total
-    return similarity
+    return total
 
 
 @compiled

@@ -40,8 +40,7 @@ class SearchSide:
     def rows_of(self, ids: np.ndarray) -> np.ndarray:
         """The place in ``ids`` of each id; -1 stays."""
         numbers = self._numbers
-        found: np.ndarray = np.where(ids < 0, -1, numbers[ids])
-        return found
+        return np.where(ids < 0, -1, numbers[ids])
 
     @cached_property
     def _numbers(self) -> np.ndarray:
@@ -60,8 +59,7 @@ class SearchSide:
 
     def floats(self, start: int, stop: int) -> np.ndarray:
         """Embeddings ``start .. stop - 1`` as (n, d) float32; torch converts many times faster than numpy."""
-        floats: np.ndarray = torch.from_numpy(self.halves(start, stop)).float().numpy()
-        return floats
+        return torch.from_numpy(self.halves(start, stop)).float().numpy()
 
 
 def sides(embeddings: Embeddings, train_pairs: TrainPairs) -> dict[str, tuple[SearchSide, SearchSide]]:

@@ -132,8 +132,7 @@ def _nearest(sim_i2t: np.ndarray, row: int, others: np.ndarray, from_image: bool
         sim = sim_i2t[row, other] if from_image else sim_i2t[other, row]
         if sim > best_sim or (sim == best_sim and other < best):
             best_sim, best = sim, other
-    nearest: int = best
-    return nearest
+    return best
 
 
 @compiled
@@ -146,5 +145,4 @@ def _column_bounds(sim_i2t: np.ndarray) -> np.ndarray:
         for column in range(count):
             sim = row[column]
             highest[column] = sim if sim > highest[column] else highest[column]
-    of_columns: np.ndarray = bounds.T.copy()
-    return of_columns
+    return bounds.T.copy()

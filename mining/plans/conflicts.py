@@ -144,8 +144,7 @@ class KnownMatches(NamedTuple):
 
 def _rows_of(row_of: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """The rows of ids; -1 for those that take no part."""
-    rows: np.ndarray = np.where(ids < len(row_of), row_of[np.minimum(ids, len(row_of) - 1)], -1)
-    return rows
+    return np.where(ids < len(row_of), row_of[np.minimum(ids, len(row_of) - 1)], -1)
 
 
 def identical_rows(identity: Identity, images: np.ndarray, pair_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

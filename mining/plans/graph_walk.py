@@ -257,13 +257,11 @@ def _restart(restarts: np.ndarray, used: np.ndarray, banned: np.ndarray, batch: 
     for row in restarts:
         if not used[row]:
             if banned[row] != batch:
-                free: int = row
-                return free
+                return row
             seen += 1
             if seen == RESTARTS:
                 break
-    first: int = restarts[0]
-    return first
+    return restarts[0]
 
 
 @compiled
@@ -273,8 +271,7 @@ def _first_unused(listed: np.ndarray, used: np.ndarray, banned: np.ndarray, batc
         if entry == PAD:
             break
         if entry >= 0 and not used[entry] and banned[entry] != batch:
-            row: int = entry
-            return row
+            return entry
     return -1
 
 
@@ -302,5 +299,4 @@ def _dot(a: np.ndarray, b: np.ndarray) -> np.float32:
     total = np.int32(0)
     for d in range(len(a)):
         total += np.int32(a[d]) * np.int32(b[d])
-    product: np.float32 = np.float32(total)
-    return product
+    return np.float32(total)

@@ -103,8 +103,7 @@ def _nth_nearest(row: np.ndarray, others: np.ndarray, banned: np.ndarray, ban: i
                 heap[at] = heap[child]
                 at, child = child, 2 * child + 1
             heap[at] = value
-    least: np.float32 = heap[0]
-    return least
+    return heap[0]
 
 
 @compiled
@@ -144,5 +143,4 @@ def _nth_largest(values: np.ndarray, rank: int) -> np.float32:
             low = i
         else:
             break
-    nth: np.float32 = values[at]
-    return nth
+    return values[at]

@@ -13,8 +13,7 @@ PAD = -(2**31)
 @compiled
 def listed_row(entry: int) -> int:
     """The row that an entry of a list stands for; one below 0 may be passed through, but not stepped to."""
-    row: int = entry if entry >= 0 else ~entry
-    return row
+    return entry if entry >= 0 else ~entry
 
 
 @compiled

@@ -288,5 +288,4 @@ def _quantiles(sims: np.ndarray) -> dict[str, float]:
 
 
 def _histogram(sims: np.ndarray) -> list[int]:
-    counts: list[int] = np.histogram(np.clip(sims, -1, 1), _BINS)[0].tolist()
-    return counts
+    return np.histogram(np.clip(sims, -1, 1), _BINS)[0].tolist()

@@ -77,8 +77,7 @@ class Tokenize:
             return []
         rows = _tensor(self._tokenizer(self._plain(captions)))
         longer = _tensor(self._tokenizer(self._plain(captions), context_length=rows.shape[1] + 1))
-        differs: list[bool] = (longer[:, :-1] != rows).any(dim=1).tolist()
-        return differs
+        return (longer[:, :-1] != rows).any(dim=1).tolist()
 
     def _plain(self, captions: Sequence[str]) -> list[str]:
         return [self._CONTROL.sub(r"< \1 >", caption) for caption in captions]

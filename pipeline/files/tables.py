@@ -138,5 +138,4 @@ def codes_of(column: pa.ChunkedArray) -> np.ndarray:
     """Equal strings get equal int64 codes, dense from 0 in order of first appearance."""
     # Large strings: a plain dictionary of captions overflows its 32-bit offsets at 2 GiB of text.
     encoded = pc.dictionary_encode(pc.cast(column, pa.large_string())).combine_chunks()
-    codes: np.ndarray = encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)
-    return codes
+    return encoded.indices.to_numpy(zero_copy_only=False).astype(np.int64)

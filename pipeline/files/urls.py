@@ -40,16 +40,12 @@ def filesystem(url: str) -> tuple[Any, str]:
 
 HUB = "hf:"
 
-
 _BRACES = re.compile(r"\{([^{}]*)\}")
-
 
 _RESOURCE_FORK = "._"
 
-
 # A range of more files is a slip; a number of more digits is none that files are counted by.
 _MOST_NAMES = 1_000_000
-
 
 _MOST_DIGITS = 18
 

@@ -271,8 +271,7 @@ def _to_8_bits(values: np.ndarray) -> np.ndarray:
             values = values.astype(np.int64) * 255 // largest
         elif values.dtype == np.uint16 or largest > 255:
             values = values.astype(np.int64) >> 8
-    narrow: np.ndarray = np.clip(values, 0, 255).astype(np.uint8)
-    return narrow
+    return np.clip(values, 0, 255).astype(np.uint8)
 
 
 def _orientation(image: Image.Image) -> int:

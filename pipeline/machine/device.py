@@ -91,8 +91,7 @@ def dtype_of(precision: str) -> torch.dtype:
     """The torch type of a definite precision."""
     import torch
 
-    dtype: torch.dtype = getattr(torch, PRECISIONS[precision])
-    return dtype
+    return getattr(torch, PRECISIONS[precision])
 
 
 def _cpu_multiplies_bf16() -> bool:

@@ -199,14 +199,12 @@ def _holds(claims: Claims, graphs: SceneGraphs, captions: np.ndarray, scenes: np
 
 
 def _unsaid_or_equal(said: np.ndarray, shown: np.ndarray) -> np.ndarray:
-    holds: np.ndarray = (said[:, None] == UNSAID) | (said[:, None] == shown)
-    return holds
+    return (said[:, None] == UNSAID) | (said[:, None] == shown)
 
 
 def _unsaid_or_in(said: np.ndarray, options: np.ndarray) -> np.ndarray:
     """``options``: (codes, scenes) bool, which codes hold in a scene."""
-    holds: np.ndarray = (said[:, None] == UNSAID) | options[said]
-    return holds
+    return (said[:, None] == UNSAID) | options[said]
 
 
 def sides_of(graphs: SceneGraphs, scenes: np.ndarray, which: int) -> np.ndarray:

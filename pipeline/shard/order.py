@@ -95,5 +95,4 @@ def _codes(paths: pa.ChunkedArray) -> np.ndarray:
     encoded = pc.dictionary_encode(paths)
     if isinstance(encoded, pa.ChunkedArray):
         encoded = encoded.unify_dictionaries().combine_chunks()
-    indices: np.ndarray = encoded.indices.to_numpy().astype(np.int64)
-    return indices
+    return encoded.indices.to_numpy().astype(np.int64)

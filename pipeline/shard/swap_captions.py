@@ -44,8 +44,7 @@ def shuffle_captions(
     def right(takers: np.ndarray, givers: np.ndarray) -> np.ndarray:
         keys = pictures[takers] * width + captions[givers]
         at = np.minimum(np.searchsorted(recorded, keys), len(recorded) - 1)
-        found: np.ndarray = recorded[at] == keys
-        return found
+        return recorded[at] == keys
 
     givers = chosen[np.argsort(bits.random_raw(m), kind="stable")]
     for taker in np.flatnonzero(right(chosen, givers)):

@@ -109,8 +109,7 @@ def read_tally(parts: Path, shard: int) -> Tally:
 
 def read_tar_facts(parts: Path, shard: int) -> dict[str, Any]:
     """What a finished part knows of the tar that was written with it."""
-    facts: dict[str, Any] = json.loads(pq.read_schema(part_path(parts, shard)).metadata.get(b"tar", b"{}"))
-    return facts
+    return json.loads(pq.read_schema(part_path(parts, shard)).metadata.get(b"tar", b"{}"))
 
 
 def make_part(task: tuple[str, str, int]) -> int:
@@ -310,14 +309,12 @@ def _values(column: pa.Array) -> list[Any]:
     if column.null_count == len(column):
         return [None] * len(column)
     if column.null_count == 0 and pa.types.is_integer(column.type):
-        numbers: list[Any] = column.to_numpy().tolist()
-        return numbers
+        return column.to_numpy().tolist()
     if column.null_count == 0 and pa.types.is_large_list(column.type):
         texts = column.flatten().to_pylist()
         ends = (column.offsets.to_numpy() - column.offsets[0].as_py()).tolist()
         return [texts[start:end] for start, end in pairwise(ends)]
-    values: list[Any] = column.to_pylist()
-    return values
+    return column.to_pylist()
 
 
 def _stored(data: bytes, facts: ImageFacts, resize: int | None, max_pixels: int) -> tuple[bytes, ImageFacts]:

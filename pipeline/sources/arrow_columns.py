@@ -123,8 +123,7 @@ def _decoded(value: Any) -> Any:
 def _text_values(column: pa.Array) -> list[Any]:
     """Texts, or lists of them, as Python values; a file may call bytes text that are no UTF-8."""
     try:
-        values: list[Any] = column.to_pylist()
-        return values
+        return column.to_pylist()
     except UnicodeDecodeError:
         return [_text_value(scalar) for scalar in column]
 

@@ -306,8 +306,7 @@ def _checked_batches(path: str, reader: Any, columns: list[str]) -> list[pa.Reco
         )
     except (pa.ArrowException, OSError, ValueError) as error:
         raise InputError(f"{path}: damaged ({error})") from None
-    batches: list[pa.RecordBatch] = table.to_batches()
-    return batches
+    return table.to_batches()
 
 
 def _open_arrow(whole: pa.Buffer) -> pa.ipc.RecordBatchStreamReader | pa.ipc.RecordBatchFileReader:

@@ -164,10 +164,7 @@ class _Reader:
                         yield batch
 
     def _group(self, group: int, columns: list[str], rows: int) -> Iterator[pa.RecordBatch]:
-        batches: Iterator[pa.RecordBatch] = self.parquet.iter_batches(
-            rows, row_groups=[group], columns=columns, use_threads=False
-        )
-        return batches
+        return self.parquet.iter_batches(rows, row_groups=[group], columns=columns, use_threads=False)
 
     def _rows_at_once(self, group: int) -> int:
         facts = self.parquet.metadata.row_group(group)

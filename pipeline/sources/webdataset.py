@@ -209,8 +209,7 @@ def _unpack(path: str, spool: Path) -> str:
 
 def _unpacker(raw: IO[bytes]) -> IO[bytes]:
     mark = next(mark for mark in _UNPACKERS if peek(raw, len(mark)) == mark)
-    opened: IO[bytes] = _UNPACKERS[mark](raw)
-    return opened
+    return _UNPACKERS[mark](raw)
 
 
 def _copy(packed: IO[bytes], out: IO[bytes], path: str) -> None:

@@ -16,12 +16,9 @@ MANIFEST = "fnpipe.json"
 # Of all else that the manifest says; those of 0.1.0 have none.
 _CHECKSUM = "checksum"
 
-
 _BEGUN_KEYS = ("format", "sources", "params")
 
-
 _FINISHED_KEYS = (*_BEGUN_KEYS, "counts", "shards", "images_per_shard", "pairs_per_shard", "splits", "digest")
-
 
 _MANIFEST_TYPES: dict[str, type | tuple[type, type]] = {
     "format": int,

@@ -85,26 +85,22 @@ class Pairs:
     @property
     def image_of(self) -> np.ndarray:
         """(n_pairs,) int64: the image_id of every pair_id."""
-        image_of: np.ndarray = self._get("image_of")
-        return image_of
+        return self._get("image_of")
 
     @property
     def train(self) -> np.ndarray:
         """(n_pairs,) bool: whether the pair is of the train split, and may be mined and trained on."""
-        train: np.ndarray = self._get("train")
-        return train
+        return self._get("train")
 
     @property
     def picture_codes(self) -> np.ndarray:
         """(n_images,) int64, equal for images of equal bytes; -1 for an image without a pair."""
-        codes: np.ndarray = self._get("picture_codes")
-        return codes
+        return self._get("picture_codes")
 
     @property
     def caption_codes(self) -> np.ndarray:
         """(n_pairs,) int64, equal for pairs of equal captions (trimmed), dense in order of first appearance."""
-        codes: np.ndarray = self._get("caption_codes")
-        return codes
+        return self._get("caption_codes")
 
     @property
     def captions(self) -> pa.LargeStringArray:
@@ -114,8 +110,7 @@ class Pairs:
     @property
     def places(self) -> tuple[np.ndarray, np.ndarray]:
         """Offset and size, (n_images,) int64 each, of every image in its tar, in bytes."""
-        places: tuple[np.ndarray, np.ndarray] = self._get("places")
-        return places
+        return self._get("places")
 
 
 def _by_image(table: pa.Table, values: np.ndarray, n_images: int, missing: int = 0) -> np.ndarray:

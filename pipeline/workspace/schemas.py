@@ -21,19 +21,15 @@ PAIRS_SCHEMA = pa.schema(
     ]
 )
 
-
 # One row per image, in image_id order; ``image`` is the path as the source gives it.
 IMAGES_SCHEMA = pa.schema(
     [("image_id", pa.int64()), ("key", pa.string()), ("source", pa.string()), ("image", pa.string())]
 )
 
-
 BAD_SCHEMA = pa.schema([("image_id", pa.int64()), ("pair_id", pa.int64()), ("reason", pa.string())])
-
 
 # Where parts lie until the last pass has made tables of them.
 PARTS = "parts"
-
 
 QUARANTINE_SCHEMA = pa.schema(
     [
@@ -45,9 +41,7 @@ QUARANTINE_SCHEMA = pa.schema(
     ]
 )
 
-
 SHUFFLED = "shuffled.parquet"
-
 
 # One row per wrong pair: whose caption it was given.
 SHUFFLED_SCHEMA = pa.schema(
@@ -58,7 +52,6 @@ SHUFFLED_SCHEMA = pa.schema(
         ("caption_image_id", pa.int64()),
     ]
 )
-
 
 TRAIN, VALIDATION = "train", "validation"
 # The split to evaluate on, where there is one. Weights are never chosen by it: what it says of them would be too good.

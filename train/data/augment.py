@@ -64,8 +64,7 @@ def random_resized_crop(
         # No crop fits, as on very long pictures: the largest one of an allowed aspect, in the middle.
         w, h = min(width, round(height * 4 / 3)), min(height, round(width * 4 / 3))
         top, left = (height - h) // 2, (width - w) // 2
-    out: torch.Tensor = tv.resized_crop(picture, top, left, h, w, [size, size], BICUBIC, antialias=True)
-    return out
+    return tv.resized_crop(picture, top, left, h, w, [size, size], BICUBIC, antialias=True)
 
 
 def rand_augment(picture: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
@@ -99,10 +98,7 @@ def _operate(name: str, picture: torch.Tensor, m: float, sign: float) -> torch.T
     }
     if name in moved:
         angle, translate, shears = moved[name]
-        out: torch.Tensor = tv.affine(
-            picture, angle, translate, 1.0, shears, InterpolationMode.BILINEAR, fill=[128.0, 128.0, 128.0]
-        )
-        return out
+        return tv.affine(picture, angle, translate, 1.0, shears, InterpolationMode.BILINEAR, fill=[128.0, 128.0, 128.0])
     simple: dict[str, Callable[[], torch.Tensor]] = {
         "identity": lambda: picture,
         "autocontrast": lambda: tv.autocontrast(picture),

@@ -42,8 +42,7 @@ class Samples(Pictures):
 
     def texts(self, pair_ids: np.ndarray) -> list[str]:
         """The captions of (n,) pair_ids, in their order."""
-        texts: list[str] = self.captions.take(pa.array(pair_ids)).to_pylist()
-        return texts
+        return self.captions.take(pa.array(pair_ids)).to_pylist()
 
     def check(self, workspace: Workspace) -> None:
         """See that every shard is the one that was sharded, and holds tar members where the pairs say.

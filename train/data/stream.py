@@ -23,8 +23,7 @@ _SCHEME = "fsspec"
 
 
 def _open_remote(url: str, mode: str = "rb", bufsize: int = 8192, **_: Any) -> IO[bytes]:
-    file: IO[bytes] = fsspec.open(url.removeprefix(f"{_SCHEME}:"), mode).open()
-    return file
+    return fsspec.open(url.removeprefix(f"{_SCHEME}:"), mode).open()
 
 
 gopen_schemes[_SCHEME] = _open_remote

@@ -41,7 +41,6 @@ TRUTH_BLOCK = 1 << 22
 # figures(i2t, t2i): what a pair of score matrices is worth.
 Figures = Callable[[Scores, Scores], dict[str, Any]]
 
-
 # Given the queries that can be evaluated, how to measure them; looked up once for all scores of them.
 Measure = Callable[[Queries], Figures]
 

@@ -153,8 +153,7 @@ class EpochConstruction:
         space.unused = np.setdiff1d(space.unused, taken, assume_unique=True)
         if len(space.unused) < self.source.batch_size:
             self._open.remove(space)
-        rows: np.ndarray = space.rows[taken]
-        return rows
+        return space.rows[taken]
 
     def _opened(self, rows: np.ndarray) -> _Space:
         images, texts = self.cache.take(rows, self.epoch, self.pair_ids[rows])

@@ -20,8 +20,7 @@ class Chooser(Protocol):
 def pair_similarities(images: np.ndarray, texts: np.ndarray) -> np.ndarray:
     """(M, d) image and text embeddings of M pairs -> (M, M) float32, symmetric: i2t plus t2i."""
     sim_i2t: np.ndarray = images @ texts.T
-    sims: np.ndarray = sim_i2t + sim_i2t.T
-    return sims
+    return sim_i2t + sim_i2t.T
 
 
 def construct(

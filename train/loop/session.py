@@ -77,8 +77,7 @@ def see_through(
         if before is not None and before.get("complete"):
             # One that was killed behind its last step has left its locks; they go with this.
             with reading(workspace, before["inputs"], "fnpipe train") if is_first() else nullcontext():
-                result: dict[str, Any] = before["result"]
-                return result
+                return before["result"]
         # What a run was begun with stays; the rule by which this was chosen may be another one today.
         begun = {} if before is None else {"evaluate_on": before["config"]["evaluate_on"]}
         config = make_config(**{**asked, **begun})

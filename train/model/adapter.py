@@ -10,10 +10,8 @@ from torch import nn
 
 INITIAL_TEMPERATURE = 0.05
 
-
 # CLIP's bound on what similarities are multiplied by.
 MAX_SCALE = 100.0
-
 
 # At first nearly all combinations are called wrong, as nearly all are.
 INITIAL_BIAS = -8.0

@@ -17,7 +17,6 @@ from fnpipe.train.runs.directory import checkpoint_path, find_run
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 
-
 # The checkpoints that come with the package, by the name under which they are asked for.
 SHIPPED = {"demo": _ASSETS / "encoder.safetensors", "itm:demo": _ASSETS / "con_d.safetensors"}
 

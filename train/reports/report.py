@@ -56,8 +56,7 @@ class Run:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        found: Mapping[str, Any] = self.record["config"]
-        return found
+        return self.record["config"]
 
     @property
     def complete(self) -> bool:

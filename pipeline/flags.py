@@ -19,7 +19,8 @@ class Option:
         metavar: what the value is called there; None: its type.
         shown: the default as the help shows it, where that is not the value itself.
         parse: makes the value of the text that was given, where the type alone does not tell how.
-        after: the flag, by its name in Python, that this one follows in the help; None: that of the field before.
+        after: the flag or argument, by its name in Python, that this one follows in the help; None: that of the field
+            before.
     """
 
     meaning: str

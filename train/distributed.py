@@ -142,4 +142,4 @@ def gather_rows(rows: torch.Tensor) -> torch.Tensor:
     """
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return rows
-    return _GatherRows.apply(rows)  # type: ignore[no-any-return]
+    return _GatherRows.apply(rows)

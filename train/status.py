@@ -12,6 +12,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
+from fnpipe.mining.edges.reader import NOT_MEASURED
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.files.urls import is_remote, local_path
@@ -25,8 +26,6 @@ from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 _EXAMPLES = 5
 # What ``evaluate`` leaves in a run.
 _EVALUATION = "evaluation.json"
-# Of edges that 0.1.0 made.
-_NOT_MEASURED = "whether the discriminator can be trusted was not measured"
 GONE, DAMAGED = "files are gone", "damaged"
 # Methods whose runs train no matching head.
 _ON_EMBEDDINGS = ("adapter", "vacsr")
@@ -163,7 +162,7 @@ def _stage(stage: Stage) -> _Found:
     except InputError:
         return _Found(stage.name, DAMAGED, {}, {})
     params = {**meta.get("params", {}), **_in_force(meta)}
-    notes = _notes(meta) if "notes" in meta or stage.kind != "edges" else [_NOT_MEASURED]
+    notes = _notes(meta) if "notes" in meta or stage.kind != "edges" else [NOT_MEASURED]
     described = meta.get("inputs", {}), params, notes
     if not meta.get("complete"):
         return _Found(stage.name, "not finished", *described)

@@ -11,7 +11,7 @@ import typer
 
 from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit, how_long
 from fnpipe.cli.options import After, Given, flags_of
-from fnpipe.mining.connections.config import MineConfig
+from fnpipe.mining.connections.config import MineConfig, MineRequest
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.shown import shown
 from fnpipe.train.judges.specs import UNCALIBRATED, embeddings_for, load_discriminator, reading_judge
@@ -28,34 +28,12 @@ TauLowOption = Annotated[
 ]
 
 
-@flags_of(MineConfig)
+@flags_of(MineRequest)
 def mine_connections_command(
     workspace: WorkspaceArgument,
-    discriminator: Annotated[
-        str,
-        typer.Option(
-            "--discriminator", help="itm:RUN, itm:demo, blip:MODEL, vacsr:RUN or clip.", metavar="KIND[:MODEL]"
-        ),
-    ],
     given: Given,
     tau_high: Annotated[TauHighOption, After("embeddings")] = None,
     tau_low: Annotated[TauLowOption, After("tau_high")] = None,
-    calibrate_on: Annotated[
-        str | None,
-        typer.Option(
-            metavar="EDGES|TRUTH", help="With clip and vacsr: fit p on edges of this name, or on a truth file."
-        ),
-        After("positive_share"),
-    ] = None,
-    plan: Annotated[
-        bool,
-        typer.Option("--plan", help="Say how many judgements and how long; judge nothing but a probe."),
-        After("no_identity"),
-    ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N."), After("name")] = "auto",
-    precision: Annotated[
-        str, typer.Option(help="With itm and blip: auto, fp32, bf16 or fp16."), After("device")
-    ] = "auto",
     as_json: JsonFlag = False,
 ) -> None:
     """Judge likely but unrecorded image-caption combinations, and write them as edges.
@@ -64,25 +42,25 @@ def mine_connections_command(
     """
     from fnpipe.pipeline.workspace.workspace import Workspace
 
-    kind = discriminator.partition(":")[0]
+    spec, calibrate_on, share = given["discriminator"], given["calibrate_on"], given["positive_share"]
+    kind = spec.partition(":")[0]
     if calibrate_on is not None and kind not in UNCALIBRATED:
-        raise InputError(f"--calibrate-on fits clip and vacsr; {discriminator} brings its own probabilities")
-    positive_share = given["positive_share"]
-    thresholds = _thresholds(tau_low, tau_high, positive_share)
+        raise InputError(f"--calibrate-on fits clip and vacsr; {spec} brings its own probabilities")
+    thresholds = _thresholds(tau_low, tau_high, share)
     opened = Workspace.open(workspace)
     from fnpipe.mining.connections.forecast import plan_mining
     from fnpipe.mining.connections.stage import mine_connections  # torch loads here
 
-    config = MineConfig(**{**given, **thresholds})
-    config = replace(config, embeddings=embeddings_for(discriminator, opened, config.embeddings))
-    with reading_judge(opened, discriminator, calibrate_on, "fnpipe mine-connections"):
-        con_d = load_discriminator(discriminator, opened, config, calibrate_on, device, precision)
-        if plan:
+    config = MineRequest(**{**given, **thresholds})
+    config = replace(config, embeddings=embeddings_for(spec, opened, config.embeddings))
+    with reading_judge(opened, spec, calibrate_on, "fnpipe mine-connections"):
+        con_d = load_discriminator(spec, opened, config, calibrate_on, config.device, config.precision)
+        if config.plan:
             planned = plan_mining(opened, config, con_d)
             emit(_finite(asdict(planned)), as_json, partial(_render_plan, planned))
             return
         summary = mine_connections(opened, config, con_d, kind=kind)
-    too_sure = kind if kind in UNCALIBRATED and calibrate_on is None and positive_share is None else None
+    too_sure = kind if kind in UNCALIBRATED and calibrate_on is None and share is None else None
     emit(asdict(summary), as_json, partial(_render_summary, workspace, summary, too_sure))
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit, how_long
-from fnpipe.cli.options import After, Given, flags_of
-from fnpipe.mining.recipes.config import PrepareConfig
+from fnpipe.cli.options import Given, flags_of
+from fnpipe.mining.recipes.config import PrepareRequest
 from fnpipe.pipeline.machine.shown import shown
 
 if TYPE_CHECKING:
@@ -19,24 +17,8 @@ if TYPE_CHECKING:
     from fnpipe.mining.recipes.prepare import Ahead, Made
 
 
-@flags_of(PrepareConfig)
-def prepare_command(
-    workspace: WorkspaceArgument,
-    given: Given,
-    discriminator: Annotated[
-        str,
-        typer.Option("--discriminator", help="itm:RUN, itm:demo, blip:MODEL or another.", metavar="KIND[:MODEL]"),
-        After("recipe"),
-    ],
-    plan: Annotated[
-        bool, typer.Option("--plan", help="Say what is ahead and how long judging takes; make nothing."), After("name")
-    ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N."), After("embeddings")] = "auto",
-    precision: Annotated[
-        str, typer.Option(help="With itm and blip: auto, fp32, bf16 or fp16."), After("device")
-    ] = "auto",
-    as_json: JsonFlag = False,
-) -> None:
+@flags_of(PrepareRequest)
+def prepare_command(workspace: WorkspaceArgument, given: Given, as_json: JsonFlag = False) -> None:
     """Make all that training with mined connections wants: graph, edges, a plan that knows them, and the plan's edges.
 
     quantile plans first and judges afterwards; avoid also judges the graph, so that no batch holds what is known to
@@ -47,17 +29,18 @@ def prepare_command(
     """
     from fnpipe.pipeline.workspace.workspace import Workspace
 
-    config, opened = PrepareConfig(**given), Workspace.open(workspace)
+    config, opened = PrepareRequest(**given), Workspace.open(workspace)
     from fnpipe.mining.connections.config import MineConfig
     from fnpipe.mining.recipes.prepare import forecast, prepare  # torch loads here
     from fnpipe.train.judges.specs import embeddings_for, load_discriminator
     from fnpipe.train.runs.directory import reading_runs
 
-    config = replace(config, embeddings=embeddings_for(discriminator, opened, config.embeddings))
-    with reading_runs(opened, [discriminator], "fnpipe prepare"):
+    spec = config.discriminator
+    config = replace(config, embeddings=embeddings_for(spec, opened, config.embeddings))
+    with reading_runs(opened, [spec], "fnpipe prepare"):
         judged_by = MineConfig(embeddings=config.embeddings)
-        con_d = load_discriminator(discriminator, opened, judged_by, device=device, precision=precision)
-        if plan:
+        con_d = load_discriminator(spec, opened, judged_by, device=config.device, precision=config.precision)
+        if config.plan:
             ahead, notes = forecast(opened, config, con_d)
             summary = {"steps": [asdict(step) for step in ahead], "notes": notes}
             emit(summary, as_json, lambda: _print_ahead(ahead, notes))

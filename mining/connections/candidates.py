@@ -81,11 +81,7 @@ class Proposals:
         order = np.argsort(self.keys, kind="stable")
         keys = self.keys[order]
         starts = _group_starts(keys)
-        return Proposals(
-            keys[starts],
-            _least(self.rank_i2t[order], starts),
-            _least(self.rank_t2i[order], starts),
-        )
+        return Proposals(keys[starts], _least(self.rank_i2t[order], starts), _least(self.rank_t2i[order], starts))
 
 
 def concatenate(parts: Sequence[Proposals]) -> Proposals:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 
 from fnpipe.mining.edges.thresholds import TAU_HIGH, TAU_LOW, check_thresholds
 from fnpipe.pipeline.errors import InputError
@@ -70,3 +70,27 @@ class MineConfig:
         check_engine(self.engine)
         if self.name is not None and ("/" in self.name or self.name in ("", ".", "..")):
             raise InputError(f"--name {self.name!r}: a plain name, without slashes")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JudgeFlags:
+    """Who judges, and where: one field per flag of every command that a discriminator judges for."""
+
+    discriminator: str = flag(
+        MISSING, "itm:RUN, itm:demo, blip:MODEL, vacsr:RUN or clip.", metavar="KIND[:MODEL]", after="workspace"
+    )
+    device: str = flag("auto", "auto, cpu, cuda or cuda:N.", after="name")
+    precision: str = flag("auto", "With itm and blip: auto, fp32, bf16 or fp16.", after="device")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MineRequest(JudgeFlags, MineConfig):
+    """All that ``fnpipe mine-connections`` is asked but for the thresholds, which a share may stand in the place of."""
+
+    calibrate_on: str | None = flag(
+        None,
+        "With clip and vacsr: fit p on edges of this name, or on a truth file.",
+        metavar="EDGES|TRUTH",
+        after="positive_share",
+    )
+    plan: bool = flag(False, "Say how many judgements and how long; judge nothing but a probe.", after="no_identity")

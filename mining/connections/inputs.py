@@ -11,14 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fnpipe.mining.connections.candidates import (
-    INDEX,
-    CandidateRuns,
-    Candidates,
-    PlanProposer,
-    Source,
-    write_runs,
-)
+from fnpipe.mining.connections.candidates import INDEX, CandidateRuns, Candidates, PlanProposer, Source, write_runs
 from fnpipe.mining.connections.config import MineConfig
 from fnpipe.mining.connections.judge import Judge
 from fnpipe.mining.connections.known import KnownEdges

@@ -207,10 +207,7 @@ class ShardJudge:
     def judge_all(self, tasks: Iterable[Task], advance: Advance) -> Iterator[tuple[int, pa.Table]]:
         """Each task's shard and edges."""
         for shard, candidates in tasks:
-            yield (
-                shard,
-                self._judge.edges(shard, candidates, self._config.tau_low, self._config.tau_high, advance),
-            )
+            yield (shard, self._judge.edges(shard, candidates, self._config.tau_low, self._config.tau_high, advance))
 
 
 def _score_recorded(stage: Stage, judge: Judge) -> None:

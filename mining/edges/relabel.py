@@ -9,15 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from fnpipe.mining.data.identity import identity_notes
-from fnpipe.mining.edges.labels import (
-    DISCRIMINATOR,
-    IDENTITY,
-    POSITIVE,
-    codes_in,
-    labels_of,
-    named,
-    share_threshold,
-)
+from fnpipe.mining.edges.labels import DISCRIMINATOR, IDENTITY, POSITIVE, codes_in, labels_of, named, share_threshold
 from fnpipe.mining.edges.reader import EDGES_SCHEMA, NOT_MEASURED, edge_parts, read_part, recorded_parts
 from fnpipe.mining.edges.thresholds import LABELS, SOURCES, check_thresholds
 from fnpipe.mining.edges.trust import measure_trust, trust_file

@@ -63,12 +63,7 @@ class Trust:
 FILE = "trust/pairs.parquet"
 
 SCHEMA = pa.schema(
-    [
-        ("image_id", pa.int64()),
-        ("pair_id", pa.int64()),
-        ("recorded", pa.bool_()),
-        ("match_probability", pa.float32()),
-    ]
+    [("image_id", pa.int64()), ("pair_id", pa.int64()), ("recorded", pa.bool_()), ("match_probability", pa.float32())]
 )
 
 

@@ -45,12 +45,7 @@ ABOUT_TRIPLETS = datasets.Features(
     }
 )
 ABOUT_PAIRS = datasets.Features(
-    {
-        "image_id": datasets.Value("int64"),
-        "source": _TEXT,
-        "match_probability": _REAL,
-        "similarity": _REAL,
-    }
+    {"image_id": datasets.Value("int64"), "source": _TEXT, "match_probability": _REAL, "similarity": _REAL}
 )
 
 

@@ -73,10 +73,7 @@ class Blocks:
 
 def search_here(blocks: Blocks, search: Search, candidates: SearchSide, advance: Callable[[int], None]) -> None:
     """Write the blocks that are waiting, on this machine."""
-    with (
-        torch_threads(1) if search.workers > 1 else nullcontext(),
-        ThreadPoolExecutor(search.workers) as pool,
-    ):
+    with torch_threads(1) if search.workers > 1 else nullcontext(), ThreadPoolExecutor(search.workers) as pool:
         for size in pool.map(lambda start: blocks.write(start, search.find, candidates), blocks.waiting()):
             advance(size)
 

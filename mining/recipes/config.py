@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fnpipe.mining.connections.config import MineConfig
+from fnpipe.mining.connections.config import JudgeFlags, MineConfig
 from fnpipe.mining.graph.config import GraphConfig
 from fnpipe.mining.plans.config import GroupConfig, parse_search_space
 from fnpipe.pipeline.errors import InputError
@@ -97,3 +97,10 @@ class PrepareConfig:
         with_graph = recipe.avoids or self.search_space == "all"
         first: list[Step] = [*([of_graph] if with_graph else []), *([judge_near] if recipe.avoids else [])]
         return [*first, plan, judge_planned]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareRequest(JudgeFlags, PrepareConfig):
+    """All that ``fnpipe prepare`` is asked."""
+
+    plan: bool = flag(False, "Say what is ahead and how long judging takes; make nothing.", after="name")

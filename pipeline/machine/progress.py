@@ -51,14 +51,7 @@ def lines_now_and_then() -> Iterator[Callable[[str], None]]:
 @contextmanager
 def _live(label: str, total: int, unit: str) -> Iterator[Advance]:
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        Task,
-        TimeRemainingColumn,
-    )
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TimeRemainingColumn
     from rich.text import Text
 
     class Rate(ProgressColumn):

@@ -185,11 +185,7 @@ def _holds(claims: Claims, graphs: SceneGraphs, captions: np.ndarray, scenes: np
     objects = (slot, 1 - slot)
     holds = _unsaid_or_equal(claims.background[captions], graphs.background[scenes])
     for mention, which in enumerate(objects):
-        for said, shown in (
-            (claims.colour, graphs.colour),
-            (claims.shape, graphs.shape),
-            (claims.size, graphs.size),
-        ):
+        for said, shown in ((claims.colour, graphs.colour), (claims.shape, graphs.shape), (claims.size, graphs.size)):
             holds &= _unsaid_or_equal(said[captions, mention], shown[scenes, which])
         holds &= _unsaid_or_in(claims.side[captions, mention], sides_of(graphs, scenes, which))
     mentions_both = claims.colour[captions, 1] != UNSAID

@@ -50,14 +50,7 @@ def read_tsv(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools) -
 
 
 def read_table(
-    path: str,
-    kind: str,
-    source: Source,
-    how: ReadOptions,
-    rows: RowBuilder,
-    splits: RowSplits,
-    *,
-    folder: str = "",
+    path: str, kind: str, source: Source, how: ReadOptions, rows: RowBuilder, splits: RowSplits, *, folder: str = ""
 ) -> None:
     """Add the rows of one table; ``folder`` is put before each image path."""
     source.inputs.append(path)

@@ -16,14 +16,7 @@ from fnpipe.pipeline.files.urls import exists, join, walk
 from fnpipe.pipeline.sources.csv import read_table
 from fnpipe.pipeline.sources.json_rows import EntryReader, read_json_lines
 from fnpipe.pipeline.sources.rows import MISSING, RowBuilder
-from fnpipe.pipeline.sources.source import (
-    CAPTION_FIELDS,
-    IMAGE_EXTENSIONS,
-    IMAGE_FIELDS,
-    ReadOptions,
-    Source,
-    Tools,
-)
+from fnpipe.pipeline.sources.source import CAPTION_FIELDS, IMAGE_EXTENSIONS, IMAGE_FIELDS, ReadOptions, Source, Tools
 from fnpipe.pipeline.sources.splits import RowSplits, named_splits, split_of_folder
 
 METADATA = ("metadata.jsonl", "metadata.csv", "captions.txt")

@@ -40,15 +40,7 @@ from fnpipe.pipeline.sources.arrow_columns import (
 from fnpipe.pipeline.sources.folder import metadata_files, read_folder
 from fnpipe.pipeline.sources.parquet import read_parquet
 from fnpipe.pipeline.sources.rows import RowBuilder
-from fnpipe.pipeline.sources.source import (
-    IMAGE_FIELDS,
-    Reader,
-    ReadOptions,
-    Source,
-    Tools,
-    choose_fields,
-    fields_left,
-)
+from fnpipe.pipeline.sources.source import IMAGE_FIELDS, Reader, ReadOptions, Source, Tools, choose_fields, fields_left
 from fnpipe.pipeline.sources.splits import SPLIT_COLUMN, RowSplits, named_splits, of_split, split_of_value
 from fnpipe.pipeline.sources.webdataset import read_webdataset, tar_members
 

@@ -216,10 +216,7 @@ class Stage(RecordedDirectory):
             InputError: one of them is at work; the message says who, and since when.
         """
         root = self.workspace.root
-        with (
-            lock.held(root / LOCK, self.command, root, shared=True),
-            lock.beside(self.path, self.command),
-        ):
+        with lock.held(root / LOCK, self.command, root, shared=True), lock.beside(self.path, self.command):
             yield
 
     def start(self, record: Mapping[str, Any], *, overwrite: bool) -> None:

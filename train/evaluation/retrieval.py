@@ -19,15 +19,7 @@ from fnpipe.pipeline.machine.progress import Advance, progress
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.pictures import Samples
-from fnpipe.train.evaluation.metrics import (
-    Positives,
-    Reranked,
-    Scores,
-    cosine_scores,
-    retrieval,
-    scores_at,
-    top_items,
-)
+from fnpipe.train.evaluation.metrics import Positives, Reranked, Scores, cosine_scores, retrieval, scores_at, top_items
 from fnpipe.train.evaluation.queries import Queries, usable_queries
 from fnpipe.train.model.model import VLModel
 

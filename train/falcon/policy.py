@@ -60,9 +60,9 @@ def policy_input(ordered: np.ndarray, quantiles: int, kind: str) -> np.ndarray:
     at = np.rint(np.linspace(0, len(ordered) - 1, quantiles)).astype(np.int64)
     x = ordered[at].astype(np.float64)
     if kind == "standardised":
-        return (x - x.mean()) / (x.std() + 1e-6)  # type: ignore[no-any-return]
+        return (x - x.mean()) / (x.std() + 1e-6)
     e = np.exp(x - x[-1])
-    return quantiles * e / e.sum() - 1  # type: ignore[no-any-return]
+    return quantiles * e / e.sum() - 1
 
 
 class Policy(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -15,17 +14,11 @@ from fnpipe.mining.edges.labels import POSITIVE
 from fnpipe.mining.edges.lookup import EdgeLookup
 from fnpipe.mining.edges.reader import EdgesInfo
 from fnpipe.pipeline.errors import InputError
-from fnpipe.pipeline.files.digests import file_digest
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
-from fnpipe.train.data.plans import (
-    BatchSource,
-    RandomBatches,
-    WithoutPairs,
-    check_batch_size,
-)
+from fnpipe.train.data.plans import BatchSource, RandomBatches, WithoutPairs, check_batch_size
 from fnpipe.train.learners.embedding_keys import FrozenConfig
-from fnpipe.train.learners.inputs import identity_beyond_records
+from fnpipe.train.learners.inputs import identity_beyond_records, open_truth
 from fnpipe.train.learners.turns import Turn, batches_in_turn
 
 DEFAULT_BATCH_SIZE = 64
@@ -83,7 +76,7 @@ def open_frozen_inputs(workspace: Workspace, config: FrozenConfig) -> FrozenInpu
     if not usable.all():
         # A plan may have been made from other embeddings, or from none.
         source = WithoutPairs(source, ~usable)
-    edges, bound, truth = None, IDENTITY_BOUND, None
+    edges, bound = None, IDENTITY_BOUND
     if config.edges is not None:
         stage = workspace.resolve("edges", config.edges, "--edges")
         digests[stage.name] = stage.digest
@@ -94,8 +87,6 @@ def open_frozen_inputs(workspace: Workspace, config: FrozenConfig) -> FrozenInpu
         bound = info.identity_bound
     elif config.tau_high is not None:
         raise InputError(f"tau_high is {config.tau_high}, and there are no edges; name some with --edges")
-    if config.truth is not None:
-        truth = Truth.read(config.truth, workspace)
-        digests["truth"] = file_digest(Path(config.truth))
+    truth = open_truth(workspace, config.truth, digests)
     identity = identity_beyond_records(workspace, bound)
     return FrozenInputs(workspace, embeddings, source, image_of, edges, identity, truth, digests)

@@ -7,10 +7,9 @@ one that was not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +28,7 @@ from fnpipe.train.model.frozen_files import FrozenModel, describe_source, save_f
 from fnpipe.train.model.vacsr import SeededNoise, VacsrNet
 from fnpipe.train.objectives.adapter import adapter_loss
 from fnpipe.train.objectives.vacsr import vacsr_loss
-from fnpipe.train.runs.state import Position
+from fnpipe.train.runs.state import Position, Stateful
 
 # Keeps the draws of a run apart from those of its batches.
 _NOISE, _START = 0x5A, 0x57
@@ -133,15 +132,9 @@ class FrozenLearner(Learner[StoredPairs, VacsrNet | AdapterNet]):
     def save(self, path: Path) -> None:
         save_frozen(path, FrozenModel(self.config.method, self.product, self.source))
 
-    def state_dict(self) -> dict[str, Any]:
-        state = {"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return state if self.average is None else {**state, "average": self.average.state_dict()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.net.load_state_dict(state["net"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        if self.average is not None:
-            self.average.load_state_dict(state["average"])
+    def parts(self) -> dict[str, Stateful | None]:
+        averaged: dict[str, Stateful | None] = {} if self.average is None else {"average": self.average}
+        return {"net": self.net, "optimizer": self.optimizer, **averaged}
 
 
 def _seed(*key: int) -> int:

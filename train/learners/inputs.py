@@ -93,10 +93,7 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
     mined = find_edges(workspace, config) if config.method_losses.ecm or config.edges is not None else None
     edges, bound, thresholds = _labelled(mined, config)
     digests = {"pairs": workspace.digest, **{stage.name: stage.digest for stage in (*made_of, mined) if stage}}
-    truth = None
-    if config.truth is not None:
-        truth = Truth.read(config.truth, workspace)
-        digests["truth"] = file_digest(Path(config.truth))
+    truth = open_truth(workspace, config.truth, digests)
     samples = Samples.of(workspace)
     stream = open_stream(config, turns)
     if stream is None:
@@ -247,6 +244,15 @@ def doubted_pairs(edges: Stage, minimum: float) -> np.ndarray:
     # NaN compares as False.
     doubted[table["pair_id"].to_numpy()] = table["match_probability"].to_numpy() < np.float32(minimum)
     return doubted
+
+
+def open_truth(workspace: Workspace, path: str | None, digests: dict[str, str]) -> Truth | None:
+    """The truth file that is named; its digest joins ``digests``."""
+    if path is None:
+        return None
+    truth = Truth.read(path, workspace)
+    digests["truth"] = file_digest(Path(path))
+    return truth
 
 
 def init_digest(init: str | None, weights: Path | None) -> dict[str, str]:

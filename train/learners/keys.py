@@ -14,13 +14,7 @@ from typing import Any, Literal
 
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.sources.splits import split_to_choose_by
-from fnpipe.train.falcon.keys import (
-    FALCON,
-    ITG,
-    FalconKeys,
-    check_falcon,
-    resolve_falcon,
-)
+from fnpipe.train.falcon.keys import FALCON, ITG, FalconKeys, check_falcon, resolve_falcon
 from fnpipe.train.keys import FROZEN, TINY, check
 
 # fnpipe-tiny makes about ten steps of 64 a second on one core: this many take minutes.

@@ -150,11 +150,7 @@ class PictureLearner(Learner[Batch, VLModel]):
     def step(self, batches: Sequence[Batch], position: Position) -> dict[str, float]:
         config = self.config
         rate = learning_rate(
-            position.step,
-            total=self.steps,
-            warmup=config.warmup_steps,
-            peak=config.lr,
-            min_ratio=config.min_lr_ratio,
+            position.step, total=self.steps, warmup=config.warmup_steps, peak=config.lr, min_ratio=config.min_lr_ratio
         )
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate
@@ -217,12 +213,7 @@ class PictureLearner(Learner[Batch, VLModel]):
         return i2t, t2i
 
     def _measure(
-        self,
-        batch: Batch,
-        total: torch.Tensor,
-        losses: Mapping[str, torch.Tensor],
-        decisions: Decisions,
-        step: int,
+        self, batch: Batch, total: torch.Tensor, losses: Mapping[str, torch.Tensor], decisions: Decisions, step: int
     ) -> dict[str, float]:
         """What metrics.jsonl says of one batch; one transfer from the device."""
         names = ["loss", *losses, *decisions.counts]
@@ -279,16 +270,7 @@ class PictureLearner(Learner[Batch, VLModel]):
             save_beside(path, self.train_step.vacsr, self.product)
         save_model(self.product, path)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {name: None if part is None else part.state_dict() for name, part in self._parts().items()}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, part in self._parts().items():
-            if part is not None:
-                part.load_state_dict(state[name])
-
-    def _parts(self) -> dict[str, Stateful | None]:
-        """What has a state, by its name in ``last.state``."""
+    def parts(self) -> dict[str, Stateful | None]:
         return {
             "model": self.net,
             "optimizer": self.optimizer,

@@ -15,7 +15,7 @@ from torch import nn
 from fnpipe.train.distributed import World
 from fnpipe.train.evaluation.queries import Queries
 from fnpipe.train.keys import SessionKeys
-from fnpipe.train.runs.state import Position
+from fnpipe.train.runs.state import Position, Stateful
 
 
 class NotFinite(Exception):
@@ -93,12 +93,17 @@ class Learner(ABC, Generic[B, N]):
         """Write the product for use; equal ones give equal bytes."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs, beside its position."""
+    def parts(self) -> dict[str, Stateful | None]:
+        """What has a state that a resumed run needs, by its name in ``last.state``."""
 
-    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        return {name: None if part is None else part.state_dict() for name, part in self.parts().items()}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go back to where `state_dict` was asked."""
+        for name, part in self.parts().items():
+            if part is not None:
+                part.load_state_dict(state[name])
 
     def require_finite(self, value: float, what: str, where: Callable[[], str]) -> None:
         """

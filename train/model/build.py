@@ -46,12 +46,7 @@ def _build(config: ModelConfig, *, load_weights: bool, device: str = "cpu") -> V
     try:
         with hub.or_cache(bool(tag)):
             clip = create_model(
-                name,
-                pretrained,
-                device=device,
-                quick_gelu=config.quick_gelu,
-                image_size=size,
-                preprocess=preprocess,
+                name, pretrained, device=device, quick_gelu=config.quick_gelu, image_size=size, preprocess=preprocess
             )
     except InputError:
         raise
@@ -91,7 +86,7 @@ def architecture_layout(name: str, *, captions: bool = False) -> dict[str, Any]:
         )
     if "multimodal_cfg" in layout and not captions:
         raise InputError(f"{name}: CoCa brings a decoder of its own; take a two-tower model, such as ViT-B-32")
-    return layout  # type: ignore[no-any-return]
+    return layout
 
 
 def _bad_checkpoint(name: str, pretrained: str, error: Exception) -> str:

@@ -23,7 +23,7 @@ class Attention(nn.Module):
     def keys(self, context: torch.Tensor) -> torch.Tensor:
         """(n, T, context_width) -> (n, T, 2 x width), keys and values side by side: one tensor, so that repeating rows
         of it for other queries is one copy."""
-        return self.key_value(context)  # type: ignore[no-any-return]
+        return self.key_value(context)
 
     def forward(self, x: torch.Tensor, keys: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """x (n, L, width), keys (n, T, 2 x width); mask broadcasts to (n, heads, L, T), True where one may be seen."""
@@ -31,7 +31,7 @@ class Attention(nn.Module):
         query = self.query(x).view(rows, length, self.heads, -1).transpose(1, 2)
         key, value = keys.view(rows, keys.shape[1], 2, self.heads, -1).permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        return self.out(seen.transpose(1, 2).reshape(rows, length, width))  # type: ignore[no-any-return]
+        return self.out(seen.transpose(1, 2).reshape(rows, length, width))
 
 
 class FusionBlock(nn.Module):
@@ -45,11 +45,7 @@ class FusionBlock(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
 
     def forward(
-        self,
-        x: torch.Tensor,
-        mask: torch.Tensor,
-        image_keys: torch.Tensor,
-        first_only: bool = False,
+        self, x: torch.Tensor, mask: torch.Tensor, image_keys: torch.Tensor, first_only: bool = False
     ) -> torch.Tensor:
         """(n, L, width) -> (n, L, width), or (n, 1, width) with ``first_only``: the same values at position 0."""
         normed = self.norm_self(x)
@@ -58,4 +54,4 @@ class FusionBlock(nn.Module):
             x, normed = x[:, :1], normed[:, :1]
         x = x + self.self_attention(normed, keys, mask)
         x = x + self.cross_attention(self.norm_cross(x), image_keys)
-        return x + self.mlp(self.norm_mlp(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.norm_mlp(x))

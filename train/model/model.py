@@ -147,11 +147,11 @@ class VLModel(nn.Module):
                 x = checkpoint(block, *arguments, use_reentrant=False)
             else:
                 x = block(*arguments)
-        return self.fusion_norm(x)  # type: ignore[no-any-return]
+        return self.fusion_norm(x)
 
     def itm_logits(self, fused: torch.Tensor) -> torch.Tensor:
         """(n, L, d) fused rows -> (n, 2); index 1 is "matched"."""
-        return self.itm_head(fused[:, 0])  # type: ignore[no-any-return]
+        return self.itm_head(fused[:, 0])
 
     def pair_logits(
         self, text_tokens: torch.Tensor, text_mask: torch.Tensor, keys: Keys, image_rows: torch.Tensor

@@ -85,7 +85,7 @@ class TextTower(nn.Module):
         else:
             is_mask = ids == self._tokenizer.mask_id
             x = torch.where(is_mask[..., None], self.mask_row, inner.token_embedding(ids.masked_fill(is_mask, 0)))
-        return x + inner.positional_embedding[: ids.shape[1]]  # type: ignore[no-any-return]
+        return x + inner.positional_embedding[: ids.shape[1]]
 
     def tokens(self, ids: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         """The two-way pass: (n, L, width) after the last norm; ``seen`` (n, L) is False on padding."""
@@ -94,7 +94,7 @@ class TextTower(nn.Module):
         # open_clip's blocks want an additive mask with one (L, L) slice for each row and head.
         bias = torch.zeros(seen.shape, dtype=x.dtype, device=x.device).masked_fill(~seen, float("-inf"))
         bias = bias[:, None, None].expand(-1, self.heads, seen.shape[1], -1).flatten(0, 1)
-        return inner.ln_final(inner.transformer(x, attn_mask=bias))  # type: ignore[no-any-return]
+        return inner.ln_final(inner.transformer(x, attn_mask=bias))
 
     def pooled(self, ids: torch.Tensor, lengths: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """(n, e), the projected contrastive feature; ``tokens`` is what `tokens` gave for these ids.
@@ -115,13 +115,13 @@ class TextTower(nn.Module):
         if inner.attn_mask is None or self._pool == "last":
             ids = F.pad(ids, (0, self.context_length - ids.shape[1]), value=self._tokenizer.pad_id)
         mask = None if inner.attn_mask is None else inner.attn_mask[: ids.shape[1], : ids.shape[1]]
-        return inner.ln_final(inner.transformer(self.embed(ids), attn_mask=mask))  # type: ignore[no-any-return]
+        return inner.ln_final(inner.transformer(self.embed(ids), attn_mask=mask))
 
     def _project(self, x: torch.Tensor) -> torch.Tensor:
         projection: Any = self._inner.text_projection  # type: ignore[union-attr]
         if projection is None:
             return x
-        return projection(x) if isinstance(projection, nn.Linear) else x @ projection  # type: ignore[no-any-return]
+        return projection(x) if isinstance(projection, nn.Linear) else x @ projection
 
     @property
     def pools_first(self) -> bool:
@@ -132,4 +132,4 @@ class TextTower(nn.Module):
     def vocabulary_matrix(self) -> torch.Tensor:
         """(vocabulary, width): the token embedding, without [MASK]'s own row, which is never predicted."""
         inner: Any = self._inner
-        return inner.token_embedding.weight  # type: ignore[no-any-return]
+        return inner.token_embedding.weight

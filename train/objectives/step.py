@@ -193,12 +193,7 @@ class TrainStep(nn.Module):
             return self._mlm(masked, self.model.text_mask(batch.ids), self.model.image_keys(image_tokens))
 
     def _contrast(
-        self,
-        images: torch.Tensor,
-        texts: torch.Tensor,
-        batch: StepInput,
-        smoothing: float,
-        generator: torch.Generator,
+        self, images: torch.Tensor, texts: torch.Tensor, batch: StepInput, smoothing: float, generator: torch.Generator
     ) -> tuple[Decisions, dict[str, torch.Tensor]]:
         """What the batch's negatives count as, and the losses that need the two embeddings alone."""
         config, temp = self.config, self.model.temp

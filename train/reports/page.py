@@ -49,11 +49,7 @@ SPEED: Mapping[str, str] = {
 OTHER: Mapping[str, str] = {"lr": "learning rate", "temp": "temperature", "grad_norm": "norm of the gradient"}
 _COUNTED_APART = frozenset({"unreadable"})
 
-LISTS: Mapping[str, str] = {
-    "dual": "two towers",
-    "itm": "re-ranked by ITM",
-    "frozen": "frozen embeddings as they are",
-}
+LISTS: Mapping[str, str] = {"dual": "two towers", "itm": "re-ranked by ITM", "frozen": "frozen embeddings as they are"}
 FIGURES: Mapping[str, str] = {
     "tr_r1": "image to text R@1",
     "tr_r5": "image to text R@5",

@@ -133,9 +133,7 @@ class RunKeys(SessionKeys):
         "or one drawn in proportion to exp(similarity / temperature) (ALBEF).",
     )
     itm_top: int = option(
-        1,
-        "the negatives of ITM are drawn from so many of the most similar ones of the batch; 1: the hardest.",
-        low=1,
+        1, "the negatives of ITM are drawn from so many of the most similar ones of the batch; 1: the hardest.", low=1
     )
     itm_easy: int = option(
         0,

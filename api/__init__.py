@@ -31,20 +31,30 @@ if TYPE_CHECKING:
     from fnpipe.pipeline import InputError as InputError
     from fnpipe.pipeline import Workspace as Workspace
     from fnpipe.pipeline import decode_rgb as decode_rgb
+    from fnpipe.train import EcmConfig as EcmConfig
+    from fnpipe.train import MinedClipLoss as MinedClipLoss
+    from fnpipe.train import PairDataset as PairDataset
+    from fnpipe.train import PlanBatchSampler as PlanBatchSampler
+    from fnpipe.train import ecm_decisions as ecm_decisions
     from fnpipe.train import load_run as load_run
 
     __version__: str
 
 __all__ = [
+    "EcmConfig",
     "EdgeLookup",
     "EdgesInfo",
     "Embeddings",
     "Graph",
     "InputError",
+    "MinedClipLoss",
+    "PairDataset",
+    "PlanBatchSampler",
     "Truth",
     "Workspace",
     "__version__",
     "decode_rgb",
+    "ecm_decisions",
     "grit_order",
     "label_candidates",
     "load_run",
@@ -61,7 +71,10 @@ _on_demand = on_demand(
             *("grit_order", "label_candidates", "read_edges", "read_plan"),
         ),
         "fnpipe.pipeline": ("Embeddings", "InputError", "Workspace", "decode_rgb"),
-        "fnpipe.train": ("load_run",),
+        "fnpipe.train": (
+            *("EcmConfig", "MinedClipLoss", "PairDataset"),
+            *("PlanBatchSampler", "ecm_decisions", "load_run"),
+        ),
     },
 )
 

@@ -52,13 +52,18 @@ def itc_targets(
         known, dropped = _widen(known, rank, world), _widen(dropped, rank, world)
         if gathered is not None:
             known = known | gathered
-        target = known.to(dtype) / known.sum(1, keepdim=True)
-        kept = (~dropped).to(dtype)
-        return (1 - smoothing) * target + smoothing * kept / kept.sum(1, keepdim=True), dropped
+        return soft_targets(known, dropped, smoothing, dtype), dropped
 
     i2t, dropped_i2t = row_targets(recorded | decisions.positives_i2t, decisions.dropped_i2t, across and across[0])
     t2i, dropped_t2i = row_targets(recorded.T | decisions.positives_t2i, decisions.dropped_t2i, across and across[1])
     return ItcTargets(i2t, t2i, dropped_i2t, dropped_t2i)
+
+
+def soft_targets(known: torch.Tensor, dropped: torch.Tensor, smoothing: float, dtype: torch.dtype) -> torch.Tensor:
+    """(B, N) distributions of `itc_targets` over what each row is ``known`` to match, (B, N) bool."""
+    target = known.to(dtype) / known.sum(1, keepdim=True)
+    kept = (~dropped).to(dtype)
+    return (1 - smoothing) * target + smoothing * kept / kept.sum(1, keepdim=True)
 
 
 def _widen(block: torch.Tensor, rank: int, world: int) -> torch.Tensor:

@@ -7,6 +7,7 @@ import tracemalloc
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -102,6 +103,22 @@ def test_lookup_answers_blocks_and_says_what_was_not_judged(stage):
     assert len(lookup) == 5
 
 
+def same_block(lookup, image_ids, pair_ids):
+    """Whether `block` gives what `find` gives."""
+    asked = np.array(image_ids, np.int64), np.array(pair_ids, np.int64)
+    p, label = lookup.find(asked[0][:, None], asked[1][None, :])
+    block_p, block_label = lookup.block(*map(torch.from_numpy, asked))
+    assert (block_p.dtype, block_label.dtype) == (torch.float32, torch.int8)
+    np.testing.assert_array_equal(block_p, p)
+    np.testing.assert_array_equal(block_label, label)
+
+
+def test_a_block_of_tensors_is_what_is_found(stage):
+    same_block(EdgeLookup.open(stage.workspace), [5, 0, 5], [1, 4, 5, 0])
+    nothing = np.empty(0, np.int64)
+    same_block(EdgeLookup(6, nothing, nothing.astype(np.float32), nothing.astype(np.int8)), [5, 0], [1, 4, 5])
+
+
 def test_reading_a_lookup_holds_little_beside_its_13_bytes_an_edge(make_workspace: MakeWorkspace):
     workspace = make_workspace(3)
     workspace.image_starts[-1] = 5_000  # as many as the edges speak of
@@ -147,6 +164,7 @@ def test_lookup_agrees_with_a_dictionary_at_ids_beyond_32_bits(n_pairs, rows, as
     p = np.array(list(rows.values()), np.float32)
     lookup = EdgeLookup(n_pairs, keys, p, label_candidates(p, 0.5, 0.8))
     asked = [(i, j % n_pairs) for i, j in asked] + list(rows)
+    same_block(lookup, [a[0] for a in asked], [a[1] for a in asked])
     found, label = lookup.find(np.array([a[0] for a in asked], np.int64), np.array([a[1] for a in asked], np.int64))
     for combination, got, code in zip(asked, found, label, strict=True):
         if combination in rows:

@@ -273,14 +273,15 @@ def test_images_that_only_the_identity_rule_connects_stand_last(make_workspace: 
 
 @needs_browser
 def test_filters_search_order_and_pages_work_with_ten_thousand_edges(make_workspace: MakeWorkspace, tmp_path):
-    n, per = 2_000, 5
+    n, per = 400, 25
+    fifth = n * per // 5
     rng = np.random.default_rng(0)
     workspace = make_workspace(n, texts=[f"thing number {i}" for i in range(n)], images_per_shard=1000)
     rows = []
     for i in range(n):
         for k, j in enumerate(rng.choice(n - 1, per, replace=False)):
-            p = (0.99, 0.9, 0.85, 0.7, 1.0)[k] - (i * 1e-5 if k == 0 else 0)
-            rows.append((i, int(j + (j >= i)), p, k == 4))
+            p = (0.99, 0.9, 0.85, 0.7, 1.0)[k % 5] - (i * 1e-5 if k % 5 == 0 else 0)
+            rows.append((i, int(j + (j >= i)), p, k % 5 == 4))
     stage = write_edges(workspace, rows)
     assert write_gallery(workspace, stage, tmp_path / "r.html").shown == n * per
     with browse(BROWSER) as page:
@@ -291,14 +292,14 @@ def test_filters_search_order_and_pages_work_with_ten_thousand_edges(make_worksp
         assert len(texts(page, ".card")) == 24
 
         page.run("document.querySelector('.toggle.identity').click()")
-        assert visible(page) == [n * 4, n]
+        assert visible(page) == [fifth * 4, n]
         assert texts(page, ".found.identity") == []
         page.run("document.querySelector('.toggle.ambiguous').click()")
-        assert visible(page) == [n * 3, n]
+        assert visible(page) == [fifth * 3, n]
         set_value(page, "least", "0.88", "input")
-        assert visible(page) == [n * 2, n]
+        assert visible(page) == [fifth * 2, n]
         set_value(page, "most", "0.95", "input")
-        assert visible(page) == [n, n]
+        assert visible(page) == [fifth, n]
         set_value(page, "most", "1", "input")
         set_value(page, "least", "0", "input")
 
@@ -306,11 +307,11 @@ def test_filters_search_order_and_pages_work_with_ten_thousand_edges(make_worksp
         assert texts(page, ".name")[:3] == ["0.png", "1.png", "2.png"]
         page.run("document.querySelector('#pager-top button:last-child').click()")
         assert texts(page, ".name")[:2] == ["24.png", "25.png"]
-        assert page.run("document.querySelector('#pager-top span').textContent") == "2 of 84"
+        assert page.run("document.querySelector('#pager-top span').textContent") == "2 of 17"
 
-        set_value(page, "search", "number 1234", "input")
+        set_value(page, "search", "number 234", "input")
         wait_for(page, "document.querySelectorAll('mark').length")
-        found = [row for row in rows if row[2] > 0.8 and not row[3] and (row[1] == 1234 or row[0] == 1234)]
+        found = [row for row in rows if row[2] > 0.8 and not row[3] and (row[1] == 234 or row[0] == 234)]
         assert visible(page) == [len(found), len({row[0] for row in found})]
         set_value(page, "search", "no such words", "input")
         wait_for(page, "!!document.querySelector('.nothing')")

@@ -736,7 +736,8 @@ def test_status_tells_of_a_tar_and_a_table_that_are_gone(make_workspace, capsys)
     assert run(["status", str(workspace.root)]) == 0
     printed = capsys.readouterr().out
     assert "LOST: 2 files that sharding made are gone, the first " in printed
-    assert f"next: fnpipe shard made {workspace.root} --overwrite\n" in printed
+    source = workspace.manifest["sources"][0]["path"]
+    assert f"next: fnpipe shard {source} {workspace.root} --images-per-shard 5 --overwrite\n" in printed
     manifest = json.loads((workspace.root / "fnpipe.json").read_text())
     write_manifest(workspace.root, {**manifest, "params": {"in_place": True}})
     assert status(str(workspace.root))["next"].startswith(f"bring {lost[0]} back")

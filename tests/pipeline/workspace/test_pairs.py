@@ -58,6 +58,7 @@ def test_what_is_loaded_together_takes_one_pass_and_what_was_released_is_read_ag
     make_workspace: MakeWorkspace, opened: Counter[str]
 ):
     workspace = Workspace.open(make_workspace(7, images_per_shard=3).root)
+    opened.clear()
     workspace.pairs.load("image_of", "captions", "picture_codes")
     assert workspace.pairs.image_of is workspace.pairs.image_of
     assert len(workspace.pairs.captions) == len(workspace.pairs.picture_codes) == 7

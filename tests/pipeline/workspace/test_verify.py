@@ -21,7 +21,6 @@ from fnpipe.mining.plans.stage import group
 from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
 from fnpipe.pipeline.workspace.manifest import write_manifest
-from fnpipe.pipeline.workspace.schemas import QUARANTINE_SCHEMA
 from fnpipe.pipeline.workspace.verify import verify
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.runs.directory import checkpoint_digests
@@ -149,13 +148,12 @@ def test_a_stage_made_from_other_pairs_and_a_damaged_record_are_findings(sound: 
 
 def test_a_workspace_without_lists_is_held_against_its_digests(make_workspace: MakeWorkspace):
     workspace = make_workspace(9)
-    tables.write_table(workspace.root / "quarantine.parquet", QUARANTINE_SCHEMA.empty_table())
     rows = np.random.default_rng(0).normal(size=(9, 4))
     write_embeddings(workspace, "clip", rows, rows)
-    meta = workspace.root / "embeddings" / "clip" / "meta.json"
-    record = json.loads(meta.read_bytes())
-    del record["outputs"]
-    meta.write_text(json.dumps(record))
+    for path in (workspace.root / "fnpipe.json", workspace.root / "embeddings" / "clip" / "meta.json"):
+        record = json.loads(path.read_bytes())
+        kept = {name: value for name, value in record.items() if name not in ("outputs", "checksum")}
+        path.write_text(json.dumps(kept))
     assert not verify(workspace.root, everything=True).findings
     flipped(workspace.root / "embeddings" / "clip" / "text_emb" / "text_emb_00001.npy")
     (finding,) = verify(workspace.root).findings

@@ -14,6 +14,7 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.ranges import read_ranges
 from fnpipe.pipeline.workspace.embeddings import Embeddings
+from fnpipe.pipeline.workspace.manifest import write_manifest
 from fnpipe.pipeline.workspace.workspace import Workspace, reading
 
 
@@ -60,7 +61,7 @@ def test_every_stage_decodes_under_the_limit_that_the_pictures_were_kept_under(m
     root = make_workspace(3, images_per_shard=2, embeddings=(np.eye(3), np.eye(3))).root
     manifest = json.loads((root / "fnpipe.json").read_bytes())
     for limit, kept in ((64, True), (63, False)):  # the pictures have 8 x 8 pixels
-        atomic.write_json(root / "fnpipe.json", {**manifest, "params": {"max_pixels": limit}})
+        write_manifest(root, {**manifest, "params": {"max_pixels": limit}})
         workspace = Workspace.open(root)
         samples = Samples.of(workspace)
         (data,) = samples.read(np.array([2]))

@@ -153,7 +153,7 @@ def test_copies_of_a_picture_and_of_a_text_are_right_with_what_any_of_them_is_re
     ]
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**32 - 1), n=st.integers(1, 7), bad=st.booleans())
 def test_recorded_and_true_agree_with_the_rule_in_its_own_words(
     make_workspace: MakeWorkspace, tmp_path_factory: pytest.TempPathFactory, seed: int, n: int, bad: bool

@@ -8,7 +8,8 @@ import inspect
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias, get_origin, get_type_hints
+from types import GenericAlias
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -148,8 +149,9 @@ def _field_flag(field: str, default: Any, kind: Any, option: Option) -> _FieldFl
     if default is True:
         name, default, value = f"no_{name}", False, operator.not_
     elif get_origin(kind) is tuple:
-        parse = option.parse or str
-        kind, default, value = list[str] | None, None, lambda words: tuple(map(parse, words or ()))
+        element = str if option.parse else get_args(kind)[0]
+        parse = option.parse or element
+        kind, default, value = GenericAlias(list, element) | None, None, lambda words: tuple(map(parse, words or ()))
     elif option.parse is not None:
         kind, default = (str | None, None) if default is None else (str, str(default))
     elif get_origin(kind) is Literal:

@@ -150,7 +150,7 @@ def _evaluate(
     if is_frozen_run(run_path(workspace, config.run)):
         embeddings = config.embeddings
         return on_embeddings.evaluate_frozen_run(workspace, config.run, queries, truth, embeddings=embeddings, **of_run)
-    top_k = config.top_k or retrieval.TOP_K
+    top_k = config.top_k or (retrieval.TOP_K,)
     weight: float | Queries | None = config.dual_weight if config.dual_weight != FIT else None
     if config.dual_weight == FIT:
         weight = read_queries(workspace, split_to_fit_on(workspace))

@@ -41,21 +41,23 @@ def _print_figures(summary: dict[str, Any]) -> None:
     columns = [("R@1", "r1"), ("R@5", "r5"), ("R@10", "r10"), ("R-Precision", "rp"), ("mAP@R", "map_at_r")]
     columns = [(title, key) for title, key in columns if f"tr_{key}" in summary["dual"]]
     table = Table("", "direction", *(title for title, _ in columns), box=None)
-    names = _list_names(summary)
-    for name in names:
+    lists = _lists(summary)
+    for name, found in lists.items():
         for side, direction in (("tr", "image to text"), ("ir", "text to image")):
-            cells = [f"{summary[name][f'{side}_{key}']:.2f}" for _, key in columns]
-            table.add_row(names[name] if side == "tr" else "", direction, *cells)
+            cells = [f"{found[f'{side}_{key}']:.2f}" for _, key in columns]
+            table.add_row(name if side == "tr" else "", direction, *cells)
     console.print(table)
-    console.print(", ".join(f"RSUM {names[n]} {summary[n]['rsum']:.1f}" for n in names))
+    console.print(", ".join(f"RSUM {name} {found['rsum']:.1f}" for name, found in lists.items()))
 
 
-def _list_names(summary: dict[str, Any]) -> dict[str, str]:
-    """What the ranked lists that were measured are called, by their keys."""
-    names = {"dual": summary.get("method", "dual encoder"), "itm": f"ITM, top {summary.get('top_k')}"}
-    names["both"] = f"ITM + {summary.get('dual_weight')} x dual encoder"
-    names["frozen"] = f"embeddings/{summary.get('frozen_embeddings')}"
-    return {key: name for key, name in names.items() if key in summary}
+def _lists(summary: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The figures of every ranked list that was measured, by what it is called."""
+    lists = {summary.get("method", "dual encoder"): summary["dual"]}
+    for k, reranked in summary.get("by_top_k", {summary.get("top_k"): summary}).items():
+        named = {"itm": f"ITM, top {k}", "both": f"ITM + {summary.get('dual_weight')} x dual encoder, top {k}"}
+        lists |= {name: reranked[key] for key, name in named.items() if key in reranked}
+    frozen = {"frozen": f"embeddings/{summary.get('frozen_embeddings')}"}
+    return lists | {name: summary[key] for key, name in frozen.items() if key in summary}
 
 
 def _print_eccv(summary: dict[str, Any]) -> None:
@@ -67,10 +69,10 @@ def _print_eccv(summary: dict[str, Any]) -> None:
     console.print(f"On {summary['on']}: {summary['images']:,} images, {summary['captions']:,} captions, {by}.")
     columns = [("R@1", "r1"), ("R@5", "r5"), ("R@10", "r10"), ("R-Precision", "rp"), ("mAP@R", "map_at_r")]
     titles = {"coco_1k": "COCO 1k", "coco_5k": "COCO 5k", "cxc": "CxC", "eccv": "ECCV Caption"}
-    for name, title_of_list in _list_names(summary).items():
+    for title_of_list, measured in _lists(summary).items():
         table = Table(title_of_list, "direction", *(title for title, _ in columns), "RSUM", box=None)
         for labels, title in titles.items():
-            found = summary[name][labels]
+            found = measured[labels]
             for side, direction in (("tr", "image to text"), ("ir", "text to image")):
                 cells = [f"{found[k]:.2f}" if (k := f"{side}_{key}") in found else "" for _, key in columns]
                 rsum = f"{found['rsum']:.1f}" if side == "ir" and "rsum" in found else ""

@@ -167,22 +167,13 @@ class AwareChain(Chain):
     def _retrieval(self, model: str, *, rerank: bool = True) -> Figures:
         loaded = load_run(model_file(model, self.workspace))
         queries = read_queries(self.workspace, "test")
-        found: Figures = {}
-        for top_k in TOP_KS if rerank else (TOP_K,):
-            lists = evaluate_model(
-                self.workspace,
-                loaded,
-                queries,
-                self.truth,
-                rerank=rerank,
-                top_k=top_k,
-                dual_weights=(DUAL_WEIGHT,),
-                quiet=True,
-            )
-            found |= {"dual": lists["dual"]} | ({f"itm-{top_k}": lists["itm"]} if rerank else {})
-            if rerank and top_k == TOP_K:
-                found["both"] = lists["by_weight"][DUAL_WEIGHT]
-        return found
+        of_lists: Figures = {"rerank": rerank, "top_k": TOP_KS, "dual_weights": (DUAL_WEIGHT,), "quiet": True}
+        found = evaluate_model(self.workspace, loaded, queries, self.truth, **of_lists)
+        if not rerank:
+            return {"dual": found["dual"]}
+        by_top_k = found["by_top_k"]
+        both = by_top_k[str(TOP_K)]["by_weight"][DUAL_WEIGHT]
+        return {"dual": found["dual"], **{f"itm-{k}": by_top_k[str(k)]["itm"] for k in TOP_KS}, "both": both}
 
 
 COLUMNS = ("dual", *(f"itm-{k}" for k in TOP_KS), "both")

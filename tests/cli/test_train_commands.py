@@ -72,7 +72,17 @@ def test_both_scores_rank_together_by_a_weight_that_is_given_or_fitted_on_valida
         assert found["both"].keys() == found["itm"].keys()
         assert found["dual_weight"] in DUAL_WEIGHTS
     assert run_cli(["evaluate", root, "--run", "r", "--dual-weight", "0.5"]) == 0
-    assert "ITM + 0.5 x dual encoder" in capsys.readouterr().out
+    assert "ITM + 0.5 x dual encoder, top 24" in capsys.readouterr().out
+    several = ["evaluate", root, "--run", "r", "--dual-weight", "0.5", "--top-k", "2", "--top-k", "3"]
+    assert run_cli([*several, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert list(found["by_top_k"]) == ["2", "3"]
+    assert found["by_top_k"]["2"] == {kind: found[kind] for kind in ("itm", "both")}
+    assert run_cli(several) == 0
+    said = capsys.readouterr().out
+    assert all(f"{name}, top {k}" in said for name in ("ITM", "ITM + 0.5 x dual encoder") for k in (2, 3))
+    assert run_cli(["evaluate", root, "--run", "r", "--top-k", "2", "--top-k", "2"]) == 2
+    assert "--top-k 2 2: one of them twice" in capsys.readouterr().err
     for on in ("validation", "all"):
         assert run_cli(["evaluate", root, "--run", "r", "--dual-weight", "fit", "--on", on]) == 2
         assert "--dual-weight fit is fitted on validation, whose figures it would" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fnpipe.mining.data.truth import Truth
@@ -25,7 +26,7 @@ def evaluate_run(
     truth: Truth | None = None,
     *,
     checkpoint: str = "best-or-last",
-    top_k: int = TOP_K,
+    top_k: int | Sequence[int] = TOP_K,
     dual_weight: float | Queries | None = None,
     device: str = "auto",
     measure: Measure | None = None,
@@ -51,25 +52,29 @@ def evaluate_by_both(
     queries: Queries,
     truth: Truth | None = None,
     *,
-    top_k: int = TOP_K,
+    top_k: int | Sequence[int] = TOP_K,
     dual_weight: float | Queries | None,
     **of_model: Any,
 ) -> dict[str, Any]:
     """`evaluate_model`, re-ranked also by both scores.
 
     Args:
-        dual_weight: of the dual encoder's score; queries: the weight that `fit_dual_weight` finds on these.
+        dual_weight: of the dual encoder's score; queries: the weight that `fit_dual_weight` finds on these, at the
+            first ``top_k``.
 
     Returns:
-        As `evaluate_model`, with a weight also ``both`` and ``dual_weight``.
+        As `evaluate_model`, with a weight also ``both`` in the place of ``by_weight``, and ``dual_weight``.
     """
     if isinstance(dual_weight, Queries):
         samples = of_model.get("samples")
-        dual_weight = fit_dual_weight(workspace, model, dual_weight, truth, top_k, samples)
+        first = top_k if isinstance(top_k, int) else top_k[0]
+        dual_weight = fit_dual_weight(workspace, model, dual_weight, truth, first, samples)
     weights = () if dual_weight is None else (dual_weight,)
     found = evaluate_model(workspace, model, queries, truth, top_k=top_k, dual_weights=weights, **of_model)
     if dual_weight is not None:
-        found |= {"both": found.pop("by_weight")[dual_weight], "dual_weight": dual_weight}
+        for lists in (found, *found.get("by_top_k", {}).values()):
+            lists["both"] = lists.pop("by_weight")[dual_weight]
+        found["dual_weight"] = dual_weight
     return found
 
 

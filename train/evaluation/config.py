@@ -40,7 +40,9 @@ class EvaluateConfig:
     coco_captions: str | None = flag(
         None, "With --eccv: captions_val2014.json or dataset_coco.json, for caption ids.", metavar="FILE"
     )
-    top_k: int | None = flag(None, "Candidates per query that the ITM head puts in order. Default: 24.")
+    top_k: tuple[int, ...] = flag(
+        (), "Candidates per query that the ITM head puts in order; again for each. Default: 24.", metavar="N"
+    )
     dual_weight: float | Literal["fit"] | None = flag(
         None,
         "Re-rank by the ITM head's logit plus W times the dual encoder's; fit: the best W on the validation split.",
@@ -52,12 +54,15 @@ class EvaluateConfig:
     def __post_init__(self) -> None:
         if self.run is None and self.embeddings is None:
             raise InputError("evaluate takes one of --run NAME and --embeddings NAME")
-        if self.top_k is not None and self.top_k < 1:
-            raise InputError(f"--top-k is {self.top_k}; it must be at least 1")
+        for k in self.top_k:
+            if k < 1:
+                raise InputError(f"--top-k is {k}; it must be at least 1")
+        if len(set(self.top_k)) < len(self.top_k):
+            raise InputError(f"--top-k {' '.join(map(str, self.top_k))}: one of them twice")
         if self.run is None and self.dual_weight is not None:
             raise InputError(f"--dual-weight {self.dual_weight} goes with --run; stored vectors have no matching head")
-        if self.run is None and (self.top_k is not None or self.checkpoint is not None):
-            what = f"--top-k {self.top_k}" if self.top_k is not None else f"--checkpoint {self.checkpoint}"
+        if self.run is None and (self.top_k or self.checkpoint is not None):
+            what = f"--top-k {self.top_k[0]}" if self.top_k else f"--checkpoint {self.checkpoint}"
             raise InputError(f"{what} goes with --run; without one the stored vectors are compared as they are")
         if self.eccv and (self.on is not None or self.truth is not None):
             raise InputError("--eccv brings its own images and its own truth; leave --on and --truth out")

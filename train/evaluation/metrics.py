@@ -108,6 +108,10 @@ class Reranked:
     logits: torch.Tensor
     dual: torch.Tensor
 
+    def top(self, k: int) -> Reranked:
+        """The first ``k`` candidates alone."""
+        return Reranked(self.first, self.candidates[:, :k], self.logits[:, :k], self.dual[:, :k])
+
     def scores(self, dual_weight: float) -> Scores:
         """``first`` with the candidates before all others, by the head's logit plus ``dual_weight`` times ``dual``."""
         return reranked_scores(self.first, self.candidates, self.logits + dual_weight * self.dual)

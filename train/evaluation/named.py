@@ -32,9 +32,9 @@ def _require_run(workspace: Workspace, config: EvaluateConfig, run: str) -> None
         # Of other pairs than it was trained on nobody knows which it has seen: the test split was drawn anew.
         trained_on = record.get("inputs", {})
         workspace.stage(f"runs/{run}").require_fresh({"pairs": trained_on.get("pairs", workspace.digest)})
-    if config.top_k is not None and not record["config"].get("itm"):
+    if config.top_k and not record["config"].get("itm"):
         raise InputError(
-            f"--run {run} trained no ITM head, which alone looks at the top k; leave --top-k {config.top_k} out"
+            f"--run {run} trained no ITM head, which alone looks at the top k; leave --top-k {config.top_k[0]} out"
         )
     if config.dual_weight is not None and not record["config"].get("itm"):
         raise InputError(f"--run {run} trained no ITM head; leave --dual-weight {config.dual_weight} out")

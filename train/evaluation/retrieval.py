@@ -72,7 +72,7 @@ def evaluate_model(
     truth: Truth | None = None,
     *,
     rerank: bool,
-    top_k: int = TOP_K,
+    top_k: int | Sequence[int] = TOP_K,
     dual_weights: Sequence[float] = (),
     samples: Samples | None = None,
     quiet: bool = False,
@@ -81,7 +81,7 @@ def evaluate_model(
     """Retrieval figures of a model, in its own device and mode (put it into eval mode first).
 
     Args:
-        rerank: put each query's ``top_k`` best in the order of the ITM head as well.
+        rerank: put each query's ``top_k`` best in the order of the ITM head as well; of several the first counts.
         dual_weights: re-rank also by the head's logit plus each of these times the dual encoder's own.
         samples: of this workspace, if they are at hand. quiet: show no progress.
         measure: in the place of `by_retrieval`.
@@ -89,13 +89,14 @@ def evaluate_model(
     Returns:
         ``on images captions left_out copies notes`` (see `counts_of`), ``dual``: the figures of `retrieval`;
         with ``rerank`` also ``itm``: the same of the re-ranked lists, and ``top_k``; with weights ``by_weight``: the
-        same of each.
+        same of each; with several ``top_k`` for each of them, as a text, ``by_top_k``: ``itm`` and ``by_weight``.
     """
     samples = samples or Samples.of(workspace)
     for shard in np.unique(workspace.shards_of(queries.image_ids)).tolist():
         workspace.tar(shard)
     encoder = _Encoder(model, workspace, samples)
-    pairs = top_k * (len(queries.image_ids) + len(queries.pair_ids)) if rerank else 0
+    ks = (top_k,) if isinstance(top_k, int) else tuple(top_k)
+    pairs = max(ks) * (len(queries.image_ids) + len(queries.pair_ids)) if rerank else 0
     total = len(queries.image_ids) + len(queries.pair_ids) + pairs
     shown = nullcontext(lambda n: None) if quiet else progress(f"evaluating on {queries.on}", total, "items")
     with torch.inference_mode(), shown as advance:
@@ -110,15 +111,20 @@ def evaluate_model(
         i2t, t2i = cosine_scores(images, texts), cosine_scores(texts, images)
         out = {**counts_of(queries, asked), "dual": figures(i2t, t2i)}
         if rerank:
-            both = reranked(encoder, queries, i2t, t2i, top_k, advance)
-
-            def by(weight: float) -> dict[str, Any]:
-                return figures(*(one.scores(weight) for one in both))
-
-            out |= {"itm": by(0.0), "top_k": top_k}
-            if dual_weights:
-                out["by_weight"] = {weight: by(weight) for weight in dual_weights}
+            both = reranked(encoder, queries, i2t, t2i, max(ks), advance)
+            by_top_k = {str(k): _by_weight([one.top(k) for one in both], figures, dual_weights) for k in ks}
+            out |= {**by_top_k[str(ks[0])], "top_k": ks[0], **({"by_top_k": by_top_k} if len(ks) > 1 else {})}
     return out
+
+
+def _by_weight(lists: Sequence[Reranked], figures: Figures, dual_weights: Sequence[float]) -> dict[str, Any]:
+    """What the lists of both directions are worth by the head, ``itm``, and, if asked for, ``by_weight``."""
+
+    def by(weight: float) -> dict[str, Any]:
+        return figures(*(one.scores(weight) for one in lists))
+
+    weighed = {"by_weight": {weight: by(weight) for weight in dual_weights}} if dual_weights else {}
+    return {"itm": by(0.0), **weighed}
 
 
 def true_pairs(queries: Queries, truth: Truth | None) -> Positives | None:

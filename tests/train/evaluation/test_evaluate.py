@@ -121,6 +121,23 @@ def test_figures_of_a_model_are_those_of_one_pair_at_a_time(make_workspace: Make
                 assert found["by_weight"][weight][f"{side}_r{k}"] == pytest.approx(recall(again, mine, k))
 
 
+def test_several_lists_are_judged_once_and_measured_as_each_alone(
+    make_workspace: MakeWorkspace, model: VLModel, monkeypatch: pytest.MonkeyPatch
+):
+    workspace = make_workspace(7, captions=2, pictures=noise_pictures(7))
+    queries, asked = read_queries(workspace, "all"), {"rerank": True, "dual_weights": (0.5,), "quiet": True}
+    alone = {k: evaluate_model(workspace, model, queries, top_k=k, **asked) for k in (2, 5, 3)}
+    judged = []
+    match = evaluate._Encoder.match
+    monkeypatch.setattr(evaluate._Encoder, "match", lambda *given: judged.append(len(given[2])) or match(*given))
+    found = evaluate_model(workspace, model, queries, top_k=(2, 5, 3), **asked)
+    assert judged == [5 * (7 + 14)]
+    assert found["top_k"] == 2
+    for kind in ("dual", "itm", "by_weight"):
+        assert found[kind] == alone[2][kind]
+    assert found["by_top_k"] == {str(k): {kind: one[kind] for kind in ("itm", "by_weight")} for k, one in alone.items()}
+
+
 def test_equal_pictures_and_equal_captions_are_ties_whatever_batch_they_stand_in(
     make_workspace: MakeWorkspace, model: VLModel, monkeypatch: pytest.MonkeyPatch
 ):

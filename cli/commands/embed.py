@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -81,7 +82,7 @@ def embed_command(
         _refuse(useless, f"--model {model} turns stored embeddings, in fp32 on this machine")
         with reading_runs(opened, [model], "fnpipe embed"):
             summary = _embed_adapted(opened, model, config, device)
-        emit(summary.as_json(), as_json, partial(_render, summary))
+        emit(asdict(summary), as_json, partial(_render, summary))
         return
     make_encoder = partial(load_encoder, _required(model), opened.root.absolute(), pretrained, device, precision)
     with reading_runs(opened, [model], "fnpipe embed"):
@@ -90,7 +91,7 @@ def embed_command(
             summary = embed_on_ray(opened, make_encoder, config, address=ray_address, gpu=gpu)
         else:
             summary = embed(opened, make_encoder(), config)
-    emit(summary.as_json(), as_json, partial(_render, summary))
+    emit(asdict(summary), as_json, partial(_render, summary))
 
 
 def own_name(model: str | None) -> str:
@@ -112,7 +113,7 @@ def _import(workspace: Workspace, directory: str, config: EmbedConfig, as_json: 
     from fnpipe.pipeline.embed.import_clip_retrieval import import_embeddings
 
     imported = import_embeddings(workspace, directory, config)
-    emit(imported.as_json(), as_json, partial(_render_import, imported))
+    emit(asdict(imported), as_json, partial(_render_import, imported))
 
 
 def _is_adapter(model: str, workspace: Workspace) -> bool:
@@ -140,34 +141,25 @@ def _required(model: str | None) -> str:
 
 
 def _render(summary: EmbedSummary) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("embeddings", "images", "pairs", "width", "bad", "this run")
     made = summary.shards - summary.shards_done_before
-    bad = ", ".join(f"{n:,} {reason}" for reason, n in summary.bad.items()) or "none"
-    table.add_row(
-        summary.name,
-        f"{summary.images:,}",
-        f"{summary.pairs:,}",
-        str(summary.width),
-        bad,
-        f"{made:,} of {summary.shards:,} shards in {summary.seconds:,.1f} s",
-    )
-    Console(markup=False).print(table)
+    this_run = f"{made:,} of {summary.shards:,} shards in {summary.seconds:,.1f} s"
+    _print_row(summary, {"this run": this_run})
     for note in summary.notes:
         print(shown(f"note: {note}"))
 
 
 def _render_import(summary: ImportSummary) -> None:
+    _print_row(summary, {"rows of the folder": f"{summary.rows:,}", "unused": f"{summary.unused:,}"})
+    for example in summary.examples:
+        print(f"unused, no such pair in the workspace: {shown(example)}")
+
+
+def _print_row(summary: EmbedSummary | ImportSummary, more: dict[str, str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(markup=False)
-    table = Table("embeddings", "images", "pairs", "width", "bad", "rows of the folder", "unused")
     bad = ", ".join(f"{n:,} {reason}" for reason, n in summary.bad.items()) or "none"
-    counts = (f"{summary.images:,}", f"{summary.pairs:,}", str(summary.width), bad, f"{summary.rows:,}")
-    table.add_row(summary.name, *counts, f"{summary.unused:,}")
-    console.print(table)
-    for example in summary.examples:
-        console.print(f"unused, no such pair in the workspace: {shown(example)}", markup=False, highlight=False)
+    table = Table("embeddings", "images", "pairs", "width", "bad", *more)
+    counts = (f"{summary.images:,}", f"{summary.pairs:,}", str(summary.width))
+    table.add_row(summary.name, *counts, bad, *more.values())
+    Console(markup=False).print(table)

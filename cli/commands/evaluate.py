@@ -8,6 +8,9 @@ from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit
 from fnpipe.cli.options import Given, flags_of
 from fnpipe.train.evaluation.config import EvaluateConfig
 
+_COLUMNS = (("R@1", "r1"), ("R@5", "r5"), ("R@10", "r10"), ("R-Precision", "rp"), ("mAP@R", "map_at_r"))
+_DIRECTIONS = (("tr", "image to text"), ("ir", "text to image"))
+
 
 @flags_of(EvaluateConfig)
 def evaluate_command(workspace: WorkspaceArgument, *, given: Given, json_: JsonFlag = False) -> None:
@@ -38,12 +41,11 @@ def _print_figures(summary: dict[str, Any]) -> None:
         console.print(f"{summary['left_out']:,} images were left out: they have no usable picture or embedding.")
     for note in summary["notes"]:
         console.print(note)
-    columns = [("R@1", "r1"), ("R@5", "r5"), ("R@10", "r10"), ("R-Precision", "rp"), ("mAP@R", "map_at_r")]
-    columns = [(title, key) for title, key in columns if f"tr_{key}" in summary["dual"]]
+    columns = [(title, key) for title, key in _COLUMNS if f"tr_{key}" in summary["dual"]]
     table = Table("", "direction", *(title for title, _ in columns), box=None)
     lists = _lists(summary)
     for name, found in lists.items():
-        for side, direction in (("tr", "image to text"), ("ir", "text to image")):
+        for side, direction in _DIRECTIONS:
             cells = [f"{found[f'{side}_{key}']:.2f}" for _, key in columns]
             table.add_row(name if side == "tr" else "", direction, *cells)
     console.print(table)
@@ -67,14 +69,13 @@ def _print_eccv(summary: dict[str, Any]) -> None:
     console = Console(highlight=False, markup=False, soft_wrap=True)
     by = {"text": "known by their text", "order": "taken in the order of the source"}[summary["captions_by"]]
     console.print(f"On {summary['on']}: {summary['images']:,} images, {summary['captions']:,} captions, {by}.")
-    columns = [("R@1", "r1"), ("R@5", "r5"), ("R@10", "r10"), ("R-Precision", "rp"), ("mAP@R", "map_at_r")]
     titles = {"coco_1k": "COCO 1k", "coco_5k": "COCO 5k", "cxc": "CxC", "eccv": "ECCV Caption"}
     for title_of_list, measured in _lists(summary).items():
-        table = Table(title_of_list, "direction", *(title for title, _ in columns), "RSUM", box=None)
+        table = Table(title_of_list, "direction", *(title for title, _ in _COLUMNS), "RSUM", box=None)
         for labels, title in titles.items():
             found = measured[labels]
-            for side, direction in (("tr", "image to text"), ("ir", "text to image")):
-                cells = [f"{found[k]:.2f}" if (k := f"{side}_{key}") in found else "" for _, key in columns]
+            for side, direction in _DIRECTIONS:
+                cells = [f"{found[k]:.2f}" if (k := f"{side}_{key}") in found else "" for _, key in _COLUMNS]
                 rsum = f"{found['rsum']:.1f}" if side == "ir" and "rsum" in found else ""
                 table.add_row(title if side == "tr" else "", direction, *cells, rsum)
         console.print(table)

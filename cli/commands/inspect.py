@@ -55,7 +55,7 @@ def inspect_command(workspace: WorkspaceArgument, *, given: Given, as_json: Json
         "labels": view.labels,
         "matching": view.matching,
         "notes": list(info.notes),
-        "accuracy": accuracy.as_json() if accuracy is not None else None,
+        "accuracy": asdict(accuracy) if accuracy is not None else None,
         "html": asdict(page) if page is not None else None,
         "rows": [asdict(row) for row in view.rows],
     }

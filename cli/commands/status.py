@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -43,7 +44,7 @@ def status_command(
         from fnpipe.pipeline.workspace.verify import verify as verify_workspace
 
         found = verify_workspace(workspace, everything=everything)
-        emit(found.as_json(), as_json, lambda: _print_verified(found))
+        emit(asdict(found), as_json, lambda: _print_verified(found))
         raise typer.Exit(2 if found.findings else 0)
     summary = status(workspace, quarantine=quarantine)
     emit(summary, as_json, lambda: _print_status(summary))

@@ -90,13 +90,13 @@ def cosine(images: np.ndarray, texts: np.ndarray) -> np.ndarray:
     return np.einsum("nd,nd->n", images, texts, dtype=np.float32)
 
 
-def fit_on_recorded(workspace: Workspace, embeddings: Embeddings, *, sample: int = FIT_SAMPLE) -> LogisticFit:
+def fit_on_recorded(workspace: Workspace, embeddings: Embeddings) -> LogisticFit:
     """The curve that tells recorded pairs of the train split from random combinations of their images and captions."""
     workspace.pairs.load("image_of", "train")
     image_of = workspace.pairs.image_of
     rng = np.random.default_rng(0)
     pairs = np.flatnonzero(workspace.pairs.train & embeddings.usable(image_of, np.arange(workspace.n_pairs)))
-    pairs = np.sort(rng.choice(pairs, min(sample, len(pairs)), replace=False))
+    pairs = np.sort(rng.choice(pairs, min(FIT_SAMPLE, len(pairs)), replace=False))
     others = pairs[rng.permutation(len(pairs))]
     crossed = image_of[pairs] != image_of[others]
     images, texts = embeddings.images.take(image_of[pairs]), embeddings.texts.take(pairs)
@@ -106,13 +106,11 @@ def fit_on_recorded(workspace: Workspace, embeddings: Embeddings, *, sample: int
     return fit_logistic(similarity, target, "recorded pairs against random combinations")
 
 
-def fit_on_edges(
-    embeddings: Embeddings, edges: Stage, *, similarity: Similarity = cosine, sample: int = FIT_SAMPLE
-) -> LogisticFit:
+def fit_on_edges(embeddings: Embeddings, edges: Stage, *, similarity: Similarity = cosine) -> LogisticFit:
     """The curve that follows another discriminator's p over ``similarity``, on the combinations that it judged."""
     table = read_edges(edges, ["image_id", "pair_id", "match_probability", "source"])
     judged = np.flatnonzero(codes_in(table["source"], SOURCES) == DISCRIMINATOR)
-    rows = np.sort(np.random.default_rng(0).choice(judged, min(sample, len(judged)), replace=False))
+    rows = np.sort(np.random.default_rng(0).choice(judged, min(FIT_SAMPLE, len(judged)), replace=False))
     image_ids, pair_ids, p = (table[name].to_numpy()[rows] for name in ("image_id", "pair_id", "match_probability"))
     scores = similarity(embeddings.images.take(image_ids), embeddings.texts.take(pair_ids))
     return fit_logistic(scores, p, f"{edges.name} ({edges.digest})")

@@ -9,9 +9,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 
@@ -49,9 +48,6 @@ class ImportSummary:
     prefix: str
     bad: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,7 @@ def load_open_clip(
         "weights": digest_weights(model),
         "precision": chosen,
         "device": on.type,
-        "preprocessing": transform.as_json(),
+        "preprocessing": asdict(transform),
     }
     dtype = dtype_of(chosen)
     model = model.to(device=on, dtype=dtype).requires_grad_(False)

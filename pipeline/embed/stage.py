@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,9 +52,6 @@ class EmbedSummary:
     shards_done_before: int = 0
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def embed(workspace: Workspace, encoder: Encoder, config: EmbedConfig) -> EmbedSummary:

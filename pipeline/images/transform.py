@@ -8,7 +8,7 @@ to the encoder, where a whole batch costs next to nothing and the device can do 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -57,9 +57,6 @@ class Transform:
             resize_mode=resize_mode,
             fill_color=int(preprocess.get("fill_color", 0)),
         )
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __call__(self, rgb: np.ndarray) -> torch.Tensor:
         """(H, W, 3) uint8 to (3, height, width) uint8."""

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,6 @@ class Verified:
     pictures: int = 0
     unfinished: list[str] = field(default_factory=list)
     findings: list[Finding] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
     def count(self, kind: str, n: int = 1) -> None:
         self.looked_at[kind] = self.looked_at.get(kind, 0) + n

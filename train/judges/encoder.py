@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ class RunEncoder:
             "weights": digest_weights(model),
             "precision": precision,
             "device": self._device.type,
-            "preprocessing": json.loads(json.dumps(model.transform.as_json())),
+            "preprocessing": json.loads(json.dumps(asdict(model.transform))),
         }
 
     @torch.inference_mode()

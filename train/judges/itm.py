@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -58,7 +58,7 @@ class ItmDiscriminator:
             "weights": digest_weights(model),
             "precision": precision,
             "device": self._device.type,
-            "preprocessing": json.loads(json.dumps(model.transform.as_json())),
+            "preprocessing": json.loads(json.dumps(asdict(model.transform))),
         }
 
     @torch.inference_mode()

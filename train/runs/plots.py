@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fnpipe.pipeline.files import atomic
+from fnpipe.train.runs.log import read_metrics
 
 if TYPE_CHECKING:
     import numpy as np
-from fnpipe.train.runs.log import read_metrics
+    from matplotlib.figure import Figure
 
 PLOT, QUANTILES_PLOT = "losses.png", "quantiles.png"
 
@@ -31,9 +32,7 @@ def plot_losses(directory: Path, losses: list[str]) -> Path:
     axes.set_ylabel(f"loss (mean of {window} steps)" if window > 1 else "loss")
     axes.grid(alpha=0.3)
     axes.legend()
-    with atomic.naming(directory / PLOT):
-        figure.savefig(directory / PLOT, dpi=120)
-    return directory / PLOT
+    return _saved(figure, directory / PLOT)
 
 
 def plot_quantiles(directory: Path) -> Path:
@@ -66,9 +65,13 @@ def plot_quantiles(directory: Path) -> Path:
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend()
-    with atomic.naming(directory / QUANTILES_PLOT):
-        figure.savefig(directory / QUANTILES_PLOT, dpi=120)
-    return directory / QUANTILES_PLOT
+    return _saved(figure, directory / QUANTILES_PLOT)
+
+
+def _saved(figure: Figure, path: Path) -> Path:
+    with atomic.naming(path):
+        figure.savefig(path, dpi=120)
+    return path
 
 
 def _window(steps: int) -> int:

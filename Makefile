@@ -27,6 +27,7 @@ lint: $(INSTALLED_DEV)
 # The reference is written anew from the code. A link that leads nowhere, or a page that is in no menu, is an error.
 docs: $(INSTALLED_DEV)
 	$(BIN)/python tools/reference.py
+	$(BIN)/python tools/recipes.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(INSTALLED_DEV)

@@ -14,8 +14,13 @@ import pytest
 
 from fnpipe.cli.commands.demo import first_look
 from fnpipe.cli.main import run
+from fnpipe.mining.recipes.config import PrepareConfig
+from fnpipe.mining.recipes.prepare import forecast
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.demo import DemoConfig, run_demo
+from fnpipe.train.judges.itm import load_discriminator
+from fnpipe.train.runs.directory import read_run_config
 
 SMALL = DemoConfig(scenes=360, holdout=104, batch_size=16, search_space=128, epochs=2, candidates=4)
 
@@ -30,7 +35,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, list
 def test_the_demo_runs_every_stage_and_names_it(finished: tuple[Path, dict, list[str]]):
     _, summary, lines = finished
     stages = ["draw", "shard", "embed", "build-graph", "group", "mine-connections"]
-    stages += ["train albef", "train grit", "train mafa", "evaluate", "report"]
+    stages += ["prepare", "train albef", "train grit", "train mafa", "train avoid", "evaluate", "report"]
     assert list(summary["stages"]) == stages
     assert [line[:17].strip() for line in lines] == stages
     assert summary["stages"]["shard"]["splits"] == {"train": 256, "test": 104}
@@ -40,6 +45,21 @@ def test_the_demo_runs_every_stage_and_names_it(finished: tuple[Path, dict, list
 def test_grit_batches_meet_more_false_negatives_than_random_ones(finished: tuple[Path, dict, list[str]]):
     shares = finished[1]["false_negatives"]
     assert shares["grit-128"] > shares["random"]
+    # A plan by the recipe keeps known matches apart.
+    assert list(shares) == ["random", "grit-128", "avoid"]
+    assert shares["grit-128"] > shares["avoid"]
+
+
+def test_the_recipe_is_what_prepare_makes(finished: tuple[Path, dict, list[str]]):
+    workspace, made = Workspace.open(finished[0]), ["graph/demo", "edges/avoid-near", "groups/avoid", "edges/avoid"]
+    assert finished[1]["stages"]["prepare"]["stages"] == made
+    sizes = {"batch_size": SMALL.batch_size, "search_space": SMALL.search_space, "epochs": SMALL.epochs}
+    asked = PrepareConfig(embeddings="demo", threads=1, **sizes)
+    ahead, _ = forecast(workspace, asked, load_discriminator("itm:demo", workspace))
+    assert [(step.stage, step.state) for step in ahead] == [(stage, "finished") for stage in made]
+    record = read_run_config(finished[0] / "runs" / "avoid")
+    assert {"groups/avoid", "edges/avoid"} < set(record["inputs"])
+    assert (record["config"]["method"], record["config"]["smoothing"]) == ("mafa", 0.0)
 
 
 def test_mined_positives_are_true_far_more_often_than_what_was_judged(finished: tuple[Path, dict, list[str]]):
@@ -68,9 +88,9 @@ def test_the_guide_s_lines_for_duckdb_polars_and_pandas_run(finished: tuple[Path
 
 def test_evaluation_covers_the_start_and_every_method_in_percent(finished: tuple[Path, dict, list[str]]):
     retrieval = finished[1]["retrieval"]
-    assert list(retrieval) == ["start", "albef", "grit", "mafa"]
+    assert list(retrieval) == ["start", "albef", "grit", "mafa", "avoid"]
     for figures in retrieval.values():
-        assert set(figures) == {"dual_r1", "dual_map_at_r", "itm_r1", "itm_map_at_r"}
+        assert set(figures) == {f"{head}_{key}" for head in ("dual", "itm", "both") for key in ("r1", "map_at_r")}
         assert all(5 < value <= 100 for value in figures.values())
 
 
@@ -113,7 +133,9 @@ def test_the_command_prints_the_figures_and_names_the_edges(
     printed = capsys.readouterr().out
     assert f"{summary['false_negatives']['grit-128']:.1%}" in printed
     for figures in summary["retrieval"].values():
-        assert all(f"{value:.1f}" in printed for value in figures.values())
+        assert all(f"{value:.1f}" in printed for key, value in figures.items() if key != "both_r1")
+    assert "both: ITM + 0.5 x dual" in printed
+    assert "mafa, recipe avoid" in printed
     assert f"{summary['mafa_over_grit_itm_map']:+.1f} points" in printed
     assert f"{root}/edges/itm/part-*.parquet" in printed.replace("\n", "")
 

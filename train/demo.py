@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fnpipe.mining.recipes.config import PrepareConfig
 from fnpipe.pipeline.errors import InputError
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ ENCODER, CON_D = "demo", "itm:demo"
 
 EMBEDDINGS, EDGES, RANDOM = "demo", "itm", "random"
 
-METHODS = ("albef", "grit", "mafa")
+# Of the dual encoder's score beside the matching head's; fixed before the first run.
+DUAL_WEIGHT = 0.5
 
 # The bytes of embeddings and edges depend on it, so it must not follow the machine. The models are so small that a
 # second thread gains little, and on a busy machine it costs several times the work in waiting.
@@ -50,6 +53,7 @@ class DemoConfig:
         candidates: per anchor, direction and planned batch, for the discriminator.
         smoothing: weight of S-ITC for mafa, from the second epoch on. The paper's 0.5 is meant for pretraining on
             millions of noisy pairs; on a few thousand clean ones it costs more than it gives.
+        recipe: of ``fnpipe prepare``, for a plan that knows the connections; mafa trains on it without smoothing.
     """
 
     scenes: int = 9192
@@ -60,6 +64,7 @@ class DemoConfig:
     epochs: int = 3
     candidates: int = 8
     smoothing: float = 0.1
+    recipe: str = PrepareConfig.recipe
 
     @property
     def grit(self) -> str:
@@ -102,26 +107,34 @@ def _run_chain(root: Path, config: DemoConfig, stages: _Stages) -> dict[str, Any
     stages.run("build-graph", lambda: _build_graph(workspace))
     stages.run("group", lambda: _group(workspace, config))
     mined = stages.run("mine-connections", lambda: _mine(workspace, truth, config))
-    common = {"epochs": config.epochs, "truth": str(truth_file)}
-    grit = {**common, "groups": config.grit}
-    mafa = {**grit, "edges": EDGES, "smoothing": config.smoothing}
-    on_random = stages.run("train albef", lambda: _train(workspace, "albef", {**common, "groups": RANDOM}))
-    on_grit = stages.run("train grit", lambda: _train(workspace, "grit", grit))
-    with_edges = stages.run("train mafa", lambda: _train(workspace, "mafa", mafa))
-    retrieval = stages.run("evaluate", lambda: _evaluate(workspace, truth))["retrieval"]
+    stages.run("prepare", lambda: _prepare(workspace, config))
+    rows = _rows(config, str(truth_file))
+    met = {run: stages.run(f"train {run}", partial(_train, workspace, run, values)) for run, values in rows.items()}
+    retrieval = stages.run("evaluate", lambda: _evaluate(workspace, truth, list(rows)))["retrieval"]
     stages.run("report", lambda: _gallery(workspace, truth))
     return {
         "directory": str(root),
         "stages": stages.done,
-        "false_negatives": {RANDOM: on_random["false_negatives"], config.grit: on_grit["false_negatives"]},
+        "false_negatives": {row["groups"]: row["false_negatives"] for run, row in met.items() if run != "mafa"},
         "mined": {key: mined[key] for key in ("judged", "positives", "precision", "recall")},
-        "coverage": with_edges["coverage"],
+        "coverage": met["mafa"]["coverage"],
         "smoothing": config.smoothing,
+        "recipe": config.recipe,
+        "dual_weight": DUAL_WEIGHT,
         "retrieval": retrieval,
         "mafa_over_grit_itm_map": retrieval["mafa"]["itm_map_at_r"] - retrieval["grit"]["itm_map_at_r"],
         "edges": str(root / "edges" / EDGES),
         "report": str(root / REPORT),
     }
+
+
+def _rows(config: DemoConfig, truth_file: str) -> dict[str, dict[str, Any]]:
+    """What each run is told, by its name."""
+    common = {"epochs": config.epochs, "truth": truth_file}
+    grit = {**common, "method": "grit", "groups": config.grit}
+    mafa = {**grit, "method": "mafa", "edges": EDGES, "smoothing": config.smoothing}
+    aware = {**mafa, "groups": config.recipe, "edges": config.recipe, "smoothing": 0.0}
+    return {"albef": {**common, "method": "albef", "groups": RANDOM}, "grit": grit, "mafa": mafa, config.recipe: aware}
 
 
 class _Stages:
@@ -230,16 +243,33 @@ def _mine(workspace: Workspace, truth: Truth, config: DemoConfig) -> Done:
     return text, {**facts, "labels": dict(made.labels)}
 
 
-def _train(workspace: Workspace, method: str, values: Mapping[str, Any]) -> Done:
+def _prepare(workspace: Workspace, config: DemoConfig) -> Done:
+    from fnpipe.mining.recipes.prepare import prepare
+    from fnpipe.train.judges.itm import load_discriminator
+
+    asked = PrepareConfig(
+        recipe=config.recipe,
+        batch_size=config.batch_size,
+        search_space=config.search_space,
+        epochs=config.epochs,
+        embeddings=EMBEDDINGS,
+        threads=THREADS,
+    )
+    made = prepare(workspace, asked, load_discriminator(CON_D, workspace))
+    text = f"a plan by the recipe {config.recipe}, and its edges: {', '.join(one.stage for one in made)}"
+    return text, {"recipe": config.recipe, "stages": [one.stage for one in made]}
+
+
+def _train(workspace: Workspace, run: str, values: Mapping[str, Any]) -> Done:
     import numpy as np
 
     from fnpipe.train.methods import train
     from fnpipe.train.runs.log import read_metrics
 
     # Nothing is chosen by the test split: the last weights are the run's result.
-    fixed = {"method": method, "init": ENCODER, "evaluate_every": 0, "threads": THREADS}
-    made = train(workspace, {**fixed, **values}, run=method)
-    steps = read_metrics(workspace.root / "runs" / method, "step")
+    fixed = {"method": values["method"], "init": ENCODER, "evaluate_every": 0, "threads": THREADS}
+    made = train(workspace, {**fixed, **values}, run=run)
+    steps = read_metrics(workspace.root / "runs" / run, "step")
     means: dict[str, float] = {
         key: float(np.mean([step[key] for step in steps])) for key in ("false_negatives", "coverage") if key in steps[0]
     }
@@ -249,7 +279,7 @@ def _train(workspace: Workspace, method: str, values: Mapping[str, Any]) -> Done
     return text, {"steps": made["steps"], "groups": values["groups"], **means}
 
 
-def _evaluate(workspace: Workspace, truth: Truth) -> Done:
+def _evaluate(workspace: Workspace, truth: Truth, runs: Sequence[str]) -> Done:
     """Figures of the start and of every run, kept by the digest of the weights."""
     from fnpipe.pipeline.files import atomic
     from fnpipe.pipeline.files.digests import file_digest
@@ -259,11 +289,12 @@ def _evaluate(workspace: Workspace, truth: Truth) -> Done:
     kept = workspace.root / FIGURES
     known = json.loads(kept.read_bytes()) if kept.exists() else {}
     files = {"start": model_file(ENCODER)}
-    files |= {run: checkpoint_path(workspace.root / "runs" / run, "last") for run in METHODS}
+    files |= {run: checkpoint_path(workspace.root / "runs" / run, "last") for run in runs}
     figures = {}
     for name, file in files.items():
         digest = file_digest(file)
-        figures[name] = known.get(digest) or _retrieval(workspace, truth, file)
+        kept_figures = known.get(digest, {})
+        figures[name] = kept_figures if "both_r1" in kept_figures else _retrieval(workspace, truth, file)
         known[digest] = figures[name]
     atomic.write_json(kept, known)
     text = f"{len(figures)} models on the {workspace.splits()['test']:,} pairs of the split test"
@@ -271,13 +302,14 @@ def _evaluate(workspace: Workspace, truth: Truth) -> Done:
 
 
 def _retrieval(workspace: Workspace, truth: Truth, checkpoint: Path) -> dict[str, float]:
-    """R@1 and mAP@R in percent, means of both directions: of the dual encoder, and re-ranked by ITM."""
+    """R@1 and mAP@R in percent, means of both directions: of the dual encoder, re-ranked by ITM, and by both scores."""
+    from fnpipe.train.evaluation.both_scores import evaluate_by_both
     from fnpipe.train.evaluation.queries import read_queries
-    from fnpipe.train.evaluation.retrieval import evaluate_model
     from fnpipe.train.model.load import load_run
 
-    found = evaluate_model(workspace, load_run(checkpoint), read_queries(workspace, "test"), truth, rerank=True)
-    return {f"{kind}_{key}": found[kind][key] for kind in ("dual", "itm") for key in ("r1", "map_at_r")}
+    model, queries = load_run(checkpoint), read_queries(workspace, "test")
+    found = evaluate_by_both(workspace, model, queries, truth, rerank=True, dual_weight=DUAL_WEIGHT)
+    return {f"{kind}_{key}": found[kind][key] for kind in ("dual", "itm", "both") for key in ("r1", "map_at_r")}
 
 
 def _gallery(workspace: Workspace, truth: Truth) -> Done:

@@ -20,9 +20,9 @@ def demo_command(
 ) -> None:
     """Run the whole chain on a built-in data set whose truth is known, in minutes and without a download.
 
-    Draws scenes with captions, shards and embeds them, plans random and GRIT batches, mines the missing positives,
-    trains albef, grit and mafa for a few hundred steps each, and evaluates them against the truth. Run again, it goes
-    on where it stopped; a finished demo only prints its figures.
+    Draws scenes with captions, shards and embeds them, plans random and GRIT batches, mines the missing positives, and
+    prepares a plan that avoids them; trains albef, grit, and mafa on both plans for a few hundred steps each, and
+    evaluates them against the truth. Run again, it goes on where it stopped; a finished demo only prints its figures.
 
     Example: fnpipe demo demo-out
     """
@@ -50,27 +50,29 @@ def _print_figures(summary: Mapping[str, Any]) -> None:
     test = summary["stages"]["shard"]["splits"]["test"]
     console.print(f"\nRetrieval on the {test:,} scenes of the split test, %, mean of both directions:")
     table = Table("", box=None)
-    for title in ("dual R@1", "dual mAP@R", "ITM R@1", "ITM mAP@R"):
+    for title in ("dual R@1", "dual mAP@R", "ITM R@1", "ITM mAP@R", "both mAP@R"):
         table.add_column(title, justify="right")
     labels = {
         "start": "start: the shipped encoder",
         "albef": "albef, random batches",
         "grit": "grit",
         "mafa": f"mafa, smoothing {summary['smoothing']:g} from epoch 2",
+        summary["recipe"]: f"mafa, recipe {summary['recipe']}",
     }
+    keys = ("dual_r1", "dual_map_at_r", "itm_r1", "itm_map_at_r", "both_map_at_r")
     for name, figures in summary["retrieval"].items():
-        keys = ("dual_r1", "dual_map_at_r", "itm_r1", "itm_map_at_r")
         table.add_row(labels[name], *(f"{figures[key]:.1f}" for key in keys))
     console.print(table)
+    console.print(f"both: ITM + {summary['dual_weight']:g} x dual")
     gain = summary["mafa_over_grit_itm_map"]
     console.print(f"mafa over grit, on the same batches: {gain:+.1f} points of ITM mAP@R (expected: at least +2)")
     console.print(f"\nPictures of what was mined: {summary['report']}")
     # The Python and the command of this environment, which need not be on the path.
     python = min(sys.executable, os.path.relpath(sys.executable), key=len)
-    part = f"'{summary['edges']}/part-00000.parquet'"
-    read = f"pandas.read_parquet({part}, filters=[('label', '=', 'positive')])"
+    directory, edges = shlex.quote(summary["directory"]), os.path.basename(summary["edges"])
+    read = f"pandas.read_parquet('{summary['edges']}/part-00000.parquet', filters=[('label', '=', 'positive')])"
     console.print(f"The edges, one row per judged combination: {summary['edges']}/part-*.parquet; a look at them:")
-    console.print(f"  {python} -m fnpipe.cli inspect {shlex.quote(summary['directory'])} --label positive --limit 9")
+    console.print(f"  {python} -m fnpipe.cli inspect {directory} --edges {edges} --label positive --limit 9")
     console.print(f'  {python} -c "import pandas; print({read}.head(9))"')
     console.print(f"or, in DuckDB: {first_look(summary['edges'])}")
 

@@ -35,7 +35,11 @@ RECIPES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """What ``fnpipe prepare`` makes ready for training: one field per flag."""
+    """What ``fnpipe prepare`` makes ready for training: one field per flag.
+
+    Attributes:
+        threads: as in `MineConfig`.
+    """
 
     recipe: str = flag("avoid", f"{', '.join(list(RECIPES)[:-1])} or {list(RECIPES)[-1]}.")
     batch_size: int = flag(GroupConfig.batch_size, "Pairs per batch.")
@@ -47,6 +51,7 @@ class PrepareConfig:
     name: str | None = flag(None, "Of groups/NAME and edges/NAME; the recipe's if not given.")
     embeddings: str | None = flag(None, "Which embeddings; default: vacsr's own, else the only ones.")
     overwrite: bool = flag(False, "Make the plan and the edges afresh; the graph stays.")
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         if self.recipe not in RECIPES:
@@ -82,16 +87,9 @@ class PrepareConfig:
             edges=near if recipe.avoids else None,
             overwrite=self.overwrite,
         )
-        judge_near = MineConfig(
-            candidates=0, graph=NEAR, embeddings=self.embeddings, name=near, overwrite=self.overwrite
-        )
-        judge_planned = MineConfig(
-            groups=(name,),
-            known=near if recipe.avoids else None,
-            embeddings=self.embeddings,
-            name=name,
-            overwrite=self.overwrite,
-        )
+        common: dict[str, Any] = {key: getattr(self, key) for key in ("embeddings", "threads", "overwrite")}
+        judge_near = MineConfig(candidates=0, graph=NEAR, name=near, **common)
+        judge_planned = MineConfig(groups=(name,), known=near if recipe.avoids else None, name=name, **common)
         of_graph = GraphConfig(**{"embeddings": self.embeddings, "k": NEAR, **graph})
         # The graph is needed by what judges it and by chains over all pairs.
         with_graph = recipe.avoids or self.search_space == "all"

@@ -251,13 +251,14 @@ class PictureLearner(Learner[Batch, VLModel]):
 
     def evaluate(self, queries: Queries) -> dict[str, dict[str, float]]:
         inputs, weight = self.inputs, self.config.dual_weight
+        weighed = self.fit_on if isinstance(weight, str) else weight
         found = evaluate_by_both(
             inputs.workspace,
             self.product,
             queries,
             inputs.truth,
             rerank=self.config.itm,
-            dual_weight=self.fit_on or weight,
+            dual_weight=weighed,
             samples=inputs.samples,
             quiet=True,
         )

@@ -38,6 +38,7 @@ from fnpipe.train.objectives.step import StepConfig, StepInput, TrainStep, false
 from fnpipe.train.runs.directory import read_run_config
 from fnpipe.train.runs.log import read_metrics
 from fnpipe.train.runs.state import STATE, restore
+from fnpipe.train.status import status
 
 FAST: dict[str, Any] = {"epochs": 2, "evaluate_every": 0, "tensorboard": False, "threads": 1}
 
@@ -682,5 +683,10 @@ def test_a_run_that_begins_hard_with_a_weak_head_says_so(mafa_workspace: Workspa
     values = {**MAFA, "epochs": 1, "init": "run:weak"}
     notes = train(mafa_workspace, values, run="hard")["notes"]
     assert [note for note in notes if note.endswith("let some epochs be random with warm=N")] == notes
+    assert len(notes) == 1
+    assert read_run_config(mafa_workspace.root / "runs/hard")["notes"] == notes
+    assert [stage["notes"] for stage in status(str(mafa_workspace.root))["stages"] if stage["name"] == "runs/hard"] == [
+        notes
+    ]
     assert "notes" not in train(mafa_workspace, {**values, "epochs": 2, "warm": 1}, run="warm")
     assert "notes" not in train(mafa_workspace, {**FAST, "method": "albef", "init": "run:weak"}, run="random")

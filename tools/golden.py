@@ -11,19 +11,25 @@ processor and on torch, so a record is made and compared on one machine:
 
 from __future__ import annotations
 
+import os
+
+# Before anything that could start threads: a process that has some cannot be forked safely.
+os.environ |= {"COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+
 import argparse
 import hashlib
+import importlib
 import json
-import os
 import re
-import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from fnpipe.cli.main import run
+from fnpipe.pipeline.scenes.dataset import write_scenes
 
 SCENES = 300
 WORK = "work"
@@ -64,6 +70,8 @@ CHAIN: dict[str, str] = {
     "status": "status work",
 }
 METHODS = ("mafa", "falcon", "adapter", "vacsr")
+# Imported once, for all forks.
+LARGE = ("datasets", "faiss", "open_clip", "torch", "fnpipe.mining.plans.stage", "fnpipe.train.methods")
 # What tells the time, or how long something took.
 _TIMES = re.compile(r"second|time|rate|_s$|speed|waited|memory|load|path|created")
 _UNEQUAL = re.compile(r"fnpipe\.json$|metrics\.jsonl$|tensorboard|\.lock$|\.png$|\.html$|lock")
@@ -97,7 +105,9 @@ def main() -> int:
 
 def record(work: Path) -> dict[str, Any]:
     """Run the chain in ``work``: digests of files, keys of summaries, help texts, CPU seconds."""
-    _scenes(work)
+    write_scenes(work / "scenes", SCENES, 1)
+    for name in LARGE:
+        importlib.import_module(name)
     summaries, seconds = {}, {}
     for name, line in CHAIN.items():
         print(name, file=sys.stderr)
@@ -107,9 +117,7 @@ def record(work: Path) -> dict[str, Any]:
         "files": {str(path.relative_to(work)): _digest(path) for path in sorted(work.rglob("*")) if _counts(path)},
         "summaries": summaries,
         "help": {name: _fnpipe([*name.split(), "--help"], work)[0] for name in ["", *_commands(work)]},
-        "keys": {
-            m: _fnpipe(["train", "--method", m, "--keys"], work)[0] for m in ("mafa", "falcon", "adapter", "vacsr")
-        },
+        "keys": {m: _fnpipe(["train", "--method", m, "--keys"], work)[0] for m in METHODS},
         "seconds": seconds,
     }
 
@@ -128,21 +136,27 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return found
 
 
-def _scenes(work: Path) -> None:
-    code = f"from fnpipe.pipeline.scenes.dataset import write_scenes; write_scenes('scenes', {SCENES}, 1)"
-    subprocess.run([sys.executable, "-c", code], cwd=work, check=True)
-
-
 def _fnpipe(words: list[str], work: Path) -> tuple[str, float]:
-    environment = {**os.environ, "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run(
-        [sys.executable, "-m", "fnpipe.cli", *words], cwd=work, env=environment, capture_output=True, text=True
-    )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    if done.returncode:
-        raise SystemExit(f"fnpipe {' '.join(words)}: exit code {done.returncode}\n{done.stderr}")
-    return done.stdout, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    """What a command prints, and its CPU seconds: it runs in a fork of this process, which has the large libraries."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if child == 0:
+            code = 70
+            try:
+                os.dup2(out.fileno(), 1)
+                os.dup2(err.fileno(), 2)
+                os.chdir(work)
+                code = run(words)
+                sys.stdout.flush()
+            finally:
+                # Whatever happens, the fork must not go on as the parent.
+                os._exit(code)
+        _, status, used = os.wait4(child, 0)
+        out.seek(0)
+        err.seek(0)
+        if status:
+            raise SystemExit(f"fnpipe {' '.join(words)}: exit code {os.waitstatus_to_exitcode(status)}\n{err.read()}")
+        return out.read(), used.ru_utime + used.ru_stime
 
 
 def _commands(work: Path) -> list[str]:

@@ -20,6 +20,8 @@ from fnpipe.pipeline.workspace.workspace import Stage
 # A picture with one caption that stands in more rows is a placeholder: that its rows match says nothing, and the pairs
 # of them would be as many as the square of their number.
 MOST_ROWS = 64
+# Entries up to which a list is sorted by insertion.
+SHORT = 64
 # Places that a row in conflict is offered elsewhere before it stays where it is.
 TRIES = 64
 
@@ -70,14 +72,30 @@ def _symmetric(left: np.ndarray, right: np.ndarray, count: int) -> tuple[np.ndar
     starts = np.zeros(count + 1, np.int64)
     kept = 0
     for row in range(count):
-        mine = np.sort(rows[ends[row] : ends[row + 1]])
-        for n in range(len(mine)):
-            if n == 0 or mine[n] != mine[n - 1]:
+        mine = rows[ends[row] : ends[row + 1]]
+        _sort(mine)
+        last = -1
+        for other in mine:
+            if other != last:
                 # Never ahead of what is still to be read: repeats only make the lists shorter.
-                rows[kept] = mine[n]
+                rows[kept] = last = other
                 kept += 1
         starts[row + 1] = kept
     return starts, rows[:kept].copy()
+
+
+@compiled
+def _sort(values: np.ndarray) -> None:
+    """Sort in place; nearly all lists are short, for which this is several times as fast as a call of `np.sort`."""
+    if len(values) > SHORT:
+        values.sort()
+        return
+    for n in range(1, len(values)):
+        value, at = values[n], n
+        while at > 0 and values[at - 1] > value:
+            values[at] = values[at - 1]
+            at -= 1
+        values[at] = value
 
 
 @compiled
@@ -184,34 +202,40 @@ def repair(order: np.ndarray, conflicts: Conflicts, batch_size: int) -> None:
         order: (n,) integers, every row once, changed in place; consecutive ``batch_size`` entries are a batch.
     """
     count = len(order)
-    place = np.empty(count, np.int64)
-    for n in range(count):
-        place[order[n]] = n
+    batch_of = _batches(order, batch_size)
     stride = count // (TRIES + 1) + 1
     for here in range(count):
-        if not _conflicts_with(conflicts, place, batch_size, order[here], here // batch_size, -1):
+        if not _conflicts_with(conflicts, batch_of, order[here], batch_of[order[here]], -1):
             continue
         for attempt in range(1, TRIES + 1):
             there = (here + attempt * stride) % count
             row, other = order[here], order[there]
+            mine, theirs = batch_of[row], batch_of[other]
             if (
-                there // batch_size != here // batch_size
-                and not _conflicts_with(conflicts, place, batch_size, row, there // batch_size, other)
-                and not _conflicts_with(conflicts, place, batch_size, other, here // batch_size, row)
+                mine != theirs
+                and not _conflicts_with(conflicts, batch_of, row, theirs, other)
+                and not _conflicts_with(conflicts, batch_of, other, mine, row)
             ):
                 order[here], order[there] = other, row
-                place[row], place[other] = there, here
+                batch_of[row], batch_of[other] = theirs, mine
                 break
 
 
 @compiled
-def _conflicts_with(
-    conflicts: Conflicts, place: np.ndarray, batch_size: int, row: int, batch: int, besides: int
-) -> bool:
+def _batches(order: np.ndarray, batch_size: int) -> np.ndarray:
+    """(n,) int32, the batch of every row; looked up for every conflict, where a division would take longest."""
+    batch_of = np.empty(len(order), np.int32)
+    for n in range(len(order)):
+        batch_of[order[n]] = n // batch_size
+    return batch_of
+
+
+@compiled
+def _conflicts_with(conflicts: Conflicts, batch_of: np.ndarray, row: int, batch: int, besides: int) -> bool:
     """Whether ``row`` is in conflict with a row of ``batch`` other than ``besides``."""
     for at in range(conflicts.starts[row], conflicts.starts[row + 1]):
         other = conflicts.rows[at]
-        if other != besides and place[other] // batch_size == batch:
+        if batch_of[other] == batch and other != besides:
             return True
     return False
 
@@ -219,14 +243,13 @@ def _conflicts_with(
 @compiled
 def count_forced(order: np.ndarray, conflicts: Conflicts, batch_size: int) -> int:
     """How many rows of an order are in conflict with an earlier one of their batch."""
-    place = np.empty(len(order), np.int64)
-    for n in range(len(order)):
-        place[order[n]] = n
-    forced = 0
-    for n in range(len(order)):
-        for at in range(conflicts.starts[order[n]], conflicts.starts[order[n] + 1]):
-            earlier = place[conflicts.rows[at]]
-            if earlier < n and earlier // batch_size == n // batch_size:
+    batch_of, forced = _batches(order, batch_size), 0
+    met = np.zeros(len(order), np.bool_)
+    for row in order:
+        met[row] = True
+        for at in range(conflicts.starts[row], conflicts.starts[row + 1]):
+            other = conflicts.rows[at]
+            if batch_of[other] == batch_of[row] and met[other]:
                 forced += 1
                 break
     return forced

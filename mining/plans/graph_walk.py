@@ -228,8 +228,9 @@ def walk(
         order[step] = row
         kinds[step] = kind
         used[row] = True
+        batch = step // batch_size
         for at in range(conflicts.starts[row], conflicts.starts[row + 1]):
-            banned[conflicts.rows[at]] = step // batch_size
+            banned[conflicts.rows[at]] = batch
         mine = region[row]
         left[mine] -= 1
         begin, end = starts[mine], starts[mine] + left[mine]
@@ -287,8 +288,11 @@ def _nearest_of(network: Network, row: int, from_image: bool, rows: np.ndarray, 
         anchor, sketches, scales = network.text_sketches[row], network.image_sketches, network.image_scales
     found, best = -1, np.float32(-np.inf)
     for other in rows:
+        # Asked first: where edges are dense, most of a region soon is banned.
+        if banned[other] == batch:
+            continue
         similarity = _dot(anchor, sketches[other]) * scales[other]
-        if (similarity > best or (similarity == best and other < found)) and banned[other] != batch:
+        if similarity > best or (similarity == best and other < found):
             found, best = other, similarity
     return found
 

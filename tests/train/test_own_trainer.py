@@ -1,4 +1,4 @@
-"""docs/guide/own-trainer.md: its Python runs as it stands, over a tiny model, in open_clip's own loop."""
+"""docs/guide/own-trainer.md: its Python runs as it stands, over tiny models, in the loops of other packages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from pathlib import Path
 import open_clip
 import pytest
 import torch
+from other_packages import run_script
 from test_gallery import write_edges
 from train_open_clip import TINY
 
 import fnpipe
 from conftest import MakeWorkspace
 from fnpipe.mining.plans.config import GroupConfig
+from fnpipe.mining.plans.plan import read_plan
 from fnpipe.mining.plans.stage import group
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "own-trainer.md"
@@ -45,7 +47,7 @@ def test_open_clip_s_own_loop_trains_on_planned_batches_with_mined_positives(wor
 
     monkeypatch.setattr(fnpipe.MinedClipLoss, "_targets", noting)
     scope: dict[str, object] = {}
-    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL):
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text().partition("## sentence-")[0], re.DOTALL):
         exec(compile(code.replace("ViT-B-32", "tiny"), str(PAGE), "exec"), scope)
     # Two epochs of two batches in open_clip's loop, then two in the loop of the page.
     assert len(judged) == 6
@@ -56,3 +58,16 @@ def test_open_clip_s_own_loop_trains_on_planned_batches_with_mined_positives(wor
     optimizer = scope["optimizer"]
     assert {float(state["step"]) for state in optimizer.state.values()} == {4}
     assert scope["edges"].find(0, 3)[1] == 2
+
+
+def test_sentence_transformers_trains_on_planned_batches_with_its_ranking_loss_where_nothing_is_mined(
+    work: Path, monkeypatch
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(work / "cache"))
+    printed = run_script("own_trainer_sentence_transformers.py", str(PAGE), "made", cwd=work)
+    found = json.loads(next(line for line in printed.splitlines() if line.startswith('{"steps"')))
+    assert found["steps"] == 2
+    plan = read_plan(fnpipe.open("work").stage("groups/hard"), 0)["pair_id"].to_pylist()
+    assert found["seen"] == [plan[:4], plan[4:]]
+    assert max(found["apart"]) < 1e-6
+    assert abs(found["mined"]) > 1e-3

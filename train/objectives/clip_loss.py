@@ -39,6 +39,8 @@ class MinedClipLoss(ClipLoss):  # type: ignore[misc]
         ecm: EcmConfig | None = None,
         smoothing: float = 0.0,
     ) -> None:
+        if not 0 <= smoothing <= 1:
+            raise ValueError(f"smoothing is {smoothing}, not in [0, 1]")
         super().__init__(local_loss, gather_with_grad, cache_labels, rank, world_size, use_horovod)
         self.edges, self.ecm, self.smoothing = edges, ecm, smoothing
         self._expected: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -51,7 +53,7 @@ class MinedClipLoss(ClipLoss):  # type: ignore[misc]
         self,
         image_features: torch.Tensor,
         text_features: torch.Tensor,
-        logit_scale: torch.Tensor,
+        logit_scale: torch.Tensor | float,
         logit_bias: torch.Tensor | None = None,
         output_dict: bool = False,
         image_ids: torch.Tensor | None = None,

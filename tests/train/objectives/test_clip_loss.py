@@ -130,6 +130,11 @@ def test_ids_that_were_said_ahead_hold_for_one_call():
         value_and_gradients(loss, features[:3])
 
 
+def test_a_share_beyond_1_is_refused():
+    with pytest.raises(ValueError, match=r"smoothing is 1\.5"):
+        MinedClipLoss(smoothing=1.5)
+
+
 # ------------------------------------------------------------------------------------------- two processes
 FORMS = [{"local_loss": local, "gather_with_grad": grad} for local in (False, True) for grad in (False, True)]
 JOINT = a_batch(5, 8)

@@ -302,5 +302,6 @@ def _dot(a: np.ndarray, b: np.ndarray) -> np.float32:
     """The product of two int8 rows."""
     total = np.int32(0)
     for d in range(len(a)):
-        total += np.int32(a[d]) * np.int32(b[d])
+        # A sum of two int32 is an int64 to numba, in which half as many products fit into a register.
+        total = np.int32(total + np.int32(a[d]) * np.int32(b[d]))
     return np.float32(total)

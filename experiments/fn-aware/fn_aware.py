@@ -231,12 +231,12 @@ def work(root: Path, regime: Regime, rows: Mapping[str, Row], seeds: list[int]) 
             chain.branch(name, row)
 
 
-def report(root: Path, regime: Regime, rows: Mapping[str, Row]) -> dict[str, Any]:
-    """Write and print what is known so far."""
+def report(root: Path, regime: Regime, rows: Mapping[str, Row], name: str = "fn-aware") -> dict[str, Any]:
+    """Write, as ``name``, and print what is known so far."""
     found = figures_of(root, regime, rows)
     told = {"rows": found, "expected": expectations(found)}
-    atomic.write_json(root / "fn-aware.json", told)
-    atomic.write_bytes(root / "fn-aware.md", markdown(found).encode())
+    atomic.write_json(root / f"{name}.json", told)
+    atomic.write_bytes(root / f"{name}.md", markdown(found).encode())
     print(markdown(found))
     print(json.dumps(told["expected"]))
     return told
@@ -267,7 +267,7 @@ def main() -> None:
     else:
         with ProcessPoolExecutor(len(shares), mp_context=get_context("spawn")) as pool:
             list(pool.map(partial(work, arguments.directory, regime, rows), shares))
-    report(arguments.directory, regime, every)
+    report(arguments.directory, regime, every, "fn-aware-side" if arguments.side else "fn-aware")
 
 
 if __name__ == "__main__":

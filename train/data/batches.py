@@ -131,14 +131,17 @@ class Loader:
 
     def batches(self, plan: EpochPlan, epoch: int, numbers: Sequence[int]) -> Iterator[Batch]:
         """The batches ``numbers`` of a plan, in this order."""
-        return prefetch(self._collated(plan, epoch, numbers))
-
-    def _collated(self, plan: EpochPlan, epoch: int, numbers: Sequence[int]) -> Iterator[Batch]:
         image_ids = [plan.batch(number)[0] for number in numbers]
         if self.stream is None:
+            # Here, in the thread that asks: a process that is forked by a thread of a pool ends with an error.
             loaded = _loaded(_Tasks(self.pixels, epoch, image_ids), self.workers)
         else:
             loaded = _streamed(self.stream, self.pixels, plan, epoch, numbers, self.workers)
+        return prefetch(self._collated(plan, epoch, numbers, loaded))
+
+    def _collated(
+        self, plan: EpochPlan, epoch: int, numbers: Sequence[int], loaded: Iterator[tuple[torch.Tensor, np.ndarray]]
+    ) -> Iterator[Batch]:
         for number, (pixels, good) in zip(numbers, loaded, strict=True):
             yield self.collate(plan, epoch, number, pixels, good)
 
@@ -205,9 +208,9 @@ class _Tasks(torch.utils.data.Dataset[Any]):
 
 
 def _loaded(tasks: _Tasks, workers: int) -> Iterator[tuple[torch.Tensor, np.ndarray]]:
+    """The items of ``tasks`` in turn; the processes that make them start at once."""
     if workers == 0:
-        yield from (tasks[i] for i in range(len(tasks)))
-        return
+        return (tasks[i] for i in range(len(tasks)))
     # The fork shares the tables of the data set. Its own generator, or the loader would draw from the global one.
     loader = torch.utils.data.DataLoader(
         tasks,
@@ -217,8 +220,8 @@ def _loaded(tasks: _Tasks, workers: int) -> Iterator[tuple[torch.Tensor, np.ndar
         multiprocessing_context="fork",
         generator=torch.Generator(),
     )
-    for pixels, good in loader:
-        yield pixels, np.asarray(good)
+    started = iter(loader)
+    return ((pixels, np.asarray(good)) for pixels, good in started)
 
 
 def _streamed(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,16 @@ def test_loading_may_begin_at_any_batch_with_any_number_of_workers(make_workspac
     rest = list(make_loader(workspace, workers=workers).batches(plan, 4, range(2, 4)))
     assert len(rest) == 2
     assert all(same(a, b) for a, b in zip(whole[2:], rest, strict=True))
+
+
+def test_processes_that_decode_end_well(make_workspace: MakeWorkspace, monkeypatch: pytest.MonkeyPatch):
+    """The loader's guard of its processes stops a run whenever it happens to see one that ended with an error."""
+    started: list[ForkProcess] = []
+    start = ForkProcess.start
+    monkeypatch.setattr(ForkProcess, "start", lambda process: started.append(process) or start(process))
+    plan = RandomBatches(read_train_pairs(workspace := make_workspace(12)), 3, seed=5).epoch(4)
+    assert len(list(make_loader(workspace, workers=2).batches(plan, 4, range(4)))) == 4
+    assert [process.exitcode for process in started] == [0, 0]
 
 
 def test_random_batches_show_every_caption_in_turn_and_differ_by_epoch():

@@ -53,7 +53,7 @@ class Trust:
             f"{self.random:,} random ones lie above the threshold; a recorded one has the higher p in {self.auroc:.1%} "
             "of comparisons"
         )
-        if self.precision_at_most is not None:
+        if self.precision_at_most is not None and self.precision_at_most < 1:
             figures += f"; at most {self.precision_at_most:.0%} of what it found is true"
         if self.is_chance:
             return f"the discriminator is no better than chance: {figures}"

@@ -88,8 +88,8 @@ class PrepareConfig:
             overwrite=self.overwrite,
         )
         common: dict[str, Any] = {key: getattr(self, key) for key in ("embeddings", "threads", "overwrite")}
-        judge_near = MineConfig(candidates=0, graph=NEAR, name=near, **common)
         judge_planned = MineConfig(groups=(name,), known=near if recipe.avoids else None, name=name, **common)
+        judge_near = MineConfig(candidates=0, graph=NEAR, name=near, **common)
         of_graph = GraphConfig(**{"embeddings": self.embeddings, "k": NEAR, **graph})
         # The graph is needed by what judges it and by chains over all pairs.
         with_graph = recipe.avoids or self.search_space == "all"

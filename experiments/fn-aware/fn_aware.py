@@ -5,7 +5,7 @@
     python experiments/fn-aware/fn_aware.py DIR --emoji EMOJI
 
 Drawn scenes, 8,192 pairs, B = 64, M = 4,096, three runs: data seeds 1, 2, 1 and model seeds 0, 1, 2. Starts: shipped
-(the encoder that comes with fnpipe, 2 epochs), full (a warm start of its own, 3 epochs), weak (one of 6 epochs). Judge:
+(the encoder that comes with fnpipe, 2 epochs), full (a warm start of its own, 5 epochs), weak (one of 6 epochs). Judge:
 the Con-D that ships. Main rows: random, grit, ecm (GRIT with mined positives), and three recipes, quantile (.99), avoid
 (.997, p > .5 avoided) and towers (nearest, p > .5 avoided), all three with mined positives, and again with one easy ITM
 negative. Measured on 1,000 held-out scenes, mAP@R: dual encoder; ITM over the top 4, 24 and 256; ITM + 0.5 x dual over
@@ -58,7 +58,7 @@ TOP_KS = (4, TOP_K, 256)
 DUAL_WEIGHT = 0.5
 STARTS = {
     "shipped": replace(FULL, shipped=True, epochs=2),
-    "full": replace(FULL, epochs=3),
+    "full": FULL,
     "weak": replace(FULL, runs=FULL.runs[:1], start_epochs=6, epochs=2),
 }
 TOY = Regime(

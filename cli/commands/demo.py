@@ -53,10 +53,10 @@ def _print_figures(summary: Mapping[str, Any]) -> None:
     for title in ("dual R@1", "dual mAP@R", "ITM R@1", "ITM mAP@R", "both mAP@R"):
         table.add_column(title, justify="right")
     labels = {
-        "start": "start: the shipped encoder",
+        "start": "the shipped encoder",
         "albef": "albef, random batches",
         "grit": "grit",
-        "mafa": f"mafa, smoothing {summary['smoothing']:g} from epoch 2",
+        "mafa": f"mafa, smoothing {summary['smoothing']:g}",
         summary["recipe"]: f"mafa, recipe {summary['recipe']}",
     }
     keys = ("dual_r1", "dual_map_at_r", "itm_r1", "itm_map_at_r", "both_map_at_r")

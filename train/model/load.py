@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
@@ -83,20 +86,48 @@ def starting_model(
 
 
 def _ours(init: str, file: Path, architecture: str | None, wanted: Mapping[str, Any]) -> VLModel:
-    """A model of ours from its file, which must be what was asked for but for what has no weights."""
+    """A model of ours from its file, which must be what was asked for but for what has no weights, and the size of
+    pictures, to which the positions of a transformer's patches are interpolated."""
     model = load_model(file)
     if architecture not in (None, model.config.architecture):
         raise InputError(f"--init {init}: a {model.config.architecture}, not a {architecture}; leave --model out")
     for key, value in wanted.items():
         has = getattr(model.config, key)
-        if has != value and key != "grad_checkpointing":
+        if has != value and key not in ("grad_checkpointing", "image_size"):
             raise InputError(f"--init {init}: its {key} is {has}, not {value}; leave {key} out")
     config = replace(model.config, pretrained=None, **wanted)
-    if config.grad_checkpointing == model.config.grad_checkpointing:
+    if config == model.config:
         return model
+    if config.image_size != model.config.image_size:
+        preprocess = {**(config.preprocess or {}), "size": config.image_size}
+        config = replace(config, preprocess=preprocess)
     built = build_model(config)
-    built.load_state_dict(model.state_dict())
+    tensors = model.state_dict() | resized_positions(model, built)
+    try:
+        built.load_state_dict(tensors)
+    except RuntimeError:
+        size = model.config.image_size
+        raise InputError(
+            f"--init {init}: the image tower of {model.config.architecture} is made for pictures of {size} px alone; "
+            "leave image_size out"
+        ) from None
     return built
+
+
+def resized_positions(model: VLModel, built: VLModel) -> dict[str, torch.Tensor]:
+    """The position embeddings of ``model``'s patches for the grid of ``built``'s, by the state's names.
+
+    Bicubic with antialiasing, as open_clip and timm load a checkpoint into a model of another size.
+    """
+    from open_clip.model import resize_pos_embed
+    from open_clip.timm_model import TimmModel
+
+    if isinstance(tower := copy.deepcopy(model.clip.visual), TimmModel):
+        tower.set_input_size(built.image_size)
+        return {f"clip.visual.{name}": tensor for name, tensor in tower.state_dict().items()}
+    towers = model.clip.state_dict()
+    resize_pos_embed(towers, built.clip)
+    return {f"clip.{name}": tensor for name, tensor in towers.items()}
 
 
 def is_our_file(path: Path) -> bool:

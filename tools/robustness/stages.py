@@ -231,6 +231,8 @@ def import_all() -> None:
         *("train.methods", "train.model.export_open_clip", "train.status", "train.evaluation.both_scores"),
     ):
         importlib.import_module(f"fnpipe.{name}")
+    # Imported by its name alone it may take other kernels than the stage, which notes those it had.
+    importlib.import_module("fnpipe.mining.graph.load_faiss").load_faiss()
 
 
 # Running and ending

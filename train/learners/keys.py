@@ -23,6 +23,10 @@ TINY_STEPS = 3600
 PAPER_EPOCHS = 20
 
 
+# Of momentum distillation: what leaves it out.
+NO_TEACHER: Mapping[str, Any] = {"distillation": 0.0, "queue": 0}
+
+
 @dataclass(frozen=True)
 class Method:
     """What a method computes; the batches come from the plan.
@@ -183,9 +187,11 @@ def _refuse_unused(recipe: Recipe) -> None:
     if recipe.itc_loss == "sigmoid":
         _refuse(
             recipe,
-            {"smoothing": 0.0, "gather": False, "consistency": 0.0, "itc_columns": "both"},
+            {"smoothing": 0.0, "gather": False, "consistency": 0.0, "itc_columns": "both", **NO_TEACHER},
             ", which the sigmoid loss does not have",
         )
+    if recipe.gather:
+        _refuse(recipe, NO_TEACHER, ", and gather=true compares with other embeddings")
     if not recipe.itm:
         of_head = {"itm_easy": 0, "itm_top": 1, "itm_negatives": "hardest", "dual_weight": None}
         _refuse(recipe, of_head, ", and the run trains no matching head")

@@ -42,6 +42,7 @@ from fnpipe.train.model.frozen_files import save_beside
 from fnpipe.train.model.load import model_file, starting_model
 from fnpipe.train.model.model import VLModel
 from fnpipe.train.objectives.ecm import Decisions, EcmConfig
+from fnpipe.train.objectives.momentum import MOMENTUM, Teacher, follow
 from fnpipe.train.objectives.step import StepConfig, StepInput, TrainStep, false_negatives, mask_generator
 from fnpipe.train.runs.state import Position, Stateful
 
@@ -119,7 +120,8 @@ class PictureLearner(Learner[Batch, VLModel]):
         super().__init__(config, world, model, epochs=config.epochs, batches_each=each, accumulate=config.accumulate)
         self.config, self.inputs = config, inputs
         self.loader = make_loader(config, inputs, model)
-        self.train_step = TrainStep(model, _step_config(config, world))
+        self.teacher = Teacher(model, config.queue) if config.distillation or config.queue else None
+        self.train_step = TrainStep(model, _step_config(config, world), self.teacher)
         # Under itc the fusion encoder and the heads get no gradient, which DDP must be told to expect.
         whole = config.itm and config.mlm
         self.parallel: Any = self.train_step
@@ -155,6 +157,9 @@ class PictureLearner(Learner[Batch, VLModel]):
         for parameters in self.optimizer.param_groups:
             parameters["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
+        if self.teacher is not None:
+            follow(self.teacher.model, self.net, MOMENTUM)
+            self.teacher.alpha = config.distillation * min(1.0, position.step * config.epochs / self.steps)
         measured = []
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
@@ -196,15 +201,22 @@ class PictureLearner(Learner[Batch, VLModel]):
         total, losses, decisions = self.parallel(moved, smoothing, masks)
         if self.falcon is not None:
             self.falcon.after_forward(place, moved, losses)
+        if self.teacher is not None:
+            self.teacher.remember(batch, self.world)
         return total, self._measure(batch, total, losses, decisions, position.step)
 
     def _recorded_across(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """`StepInput.across` of a batch, by what the other processes' batches hold, which are as large."""
+        """`StepInput.across` of a batch, by what the queue or the other processes' batches hold, which are as large."""
         device = self.world.device
-        if self.train_step.config.gather_world == 1:
+        if self.teacher is not None:
+            queue = self.teacher.queue
+            images = np.concatenate([batch.image_ids, queue.image_ids.numpy()])
+            pairs = np.concatenate([batch.pair_ids, queue.pair_ids.numpy()])
+        elif self.train_step.config.gather_world > 1:
+            ids = torch.from_numpy(np.stack([batch.image_ids, batch.pair_ids])).to(device)
+            images, pairs = torch.cat(self.world.gather(ids), 1).cpu().numpy()
+        else:
             return None
-        ids = torch.from_numpy(np.stack([batch.image_ids, batch.pair_ids])).to(device)
-        images, pairs = torch.cat(self.world.gather(ids), 1).cpu().numpy()
         blocks = (
             self.loader.recorded(batch.image_ids[:, None], pairs),
             self.loader.recorded(images, batch.pair_ids[:, None]),
@@ -272,7 +284,8 @@ class PictureLearner(Learner[Batch, VLModel]):
         save_model(self.product, path)
 
     def parts(self) -> dict[str, Stateful | None]:
-        return {
+        taught: dict[str, Stateful | None] = {} if self.teacher is None else {"teacher": self.teacher}
+        return taught | {
             "model": self.net,
             "optimizer": self.optimizer,
             "scaler": self.scaler,

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-import torch
 from torch import nn
 
 from fnpipe.train.distributed import World
 from fnpipe.train.evaluation.queries import Queries
 from fnpipe.train.keys import SessionKeys
+from fnpipe.train.objectives.momentum import follow
 from fnpipe.train.runs.state import Position, Stateful
 
 
@@ -123,9 +123,4 @@ class Learner(ABC, Generic[B, N]):
         """Follow the weights after step ``step``, from 1; in the first steps faster, to forget the start."""
         if self.average is None:
             return
-        decay = min(self.keys.ema_decay, (1 + step) / (10 + step))
-        with torch.no_grad():
-            torch._foreach_lerp_(list(self.average.parameters()), list(self.net.parameters()), 1 - decay)
-            # Batch normalisation's statistics are means already, and its counters whole numbers.
-            for mine, theirs in zip(self.average.buffers(), self.net.buffers(), strict=True):
-                mine.copy_(theirs)
+        follow(self.average, self.net, min(self.keys.ema_decay, (1 + step) / (10 + step)))

@@ -39,8 +39,8 @@ def itc_targets(
     Args:
         recorded: as given to `ecm_decisions`. smoothing: S-ITC's a, in [0, 1].
         rank, world: for columns gathered over processes (`gather_rows`). No mined label is known of the others'.
-        across: (B, N) bool twice, i2t and t2i: what is recorded among the gathered columns; None: nothing of the
-            other processes' is.
+        across: (B, N) bool twice, i2t and t2i: what is recorded among the gathered columns, or, behind the batch's own,
+            among a queue's; None: nothing of the other processes' is.
     """
     size = len(decisions.positives_i2t)
     own = torch.eye(size, dtype=torch.bool, device=decisions.positives_i2t.device)
@@ -49,7 +49,8 @@ def itc_targets(
     def row_targets(
         known: torch.Tensor, dropped: torch.Tensor, gathered: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        known, dropped = _widen(known, rank, world), _widen(dropped, rank, world)
+        width = world * size if gathered is None else gathered.shape[1]
+        known, dropped = _widen(known, rank, width), _widen(dropped, rank, width)
         if gathered is not None:
             known = known | gathered
         return soft_targets(known, dropped, smoothing, dtype), dropped
@@ -66,10 +67,21 @@ def soft_targets(known: torch.Tensor, dropped: torch.Tensor, smoothing: float, d
     return (1 - smoothing) * target + smoothing * kept / kept.sum(1, keepdim=True)
 
 
-def _widen(block: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """(B, B) bool -> (B, B x world), this process's columns in their place and False in the others'."""
+def _widen(block: torch.Tensor, rank: int, width: int) -> torch.Tensor:
+    """(B, B) bool -> (B, ``width``), this process's columns in their place and False in all others."""
     size = len(block)
-    return F.pad(block, (rank * size, (world - 1 - rank) * size))
+    return F.pad(block, (rank * size, width - (rank + 1) * size))
+
+
+def taught(targets: ItcTargets, logits_i2t: torch.Tensor, logits_t2i: torch.Tensor, alpha: float) -> ItcTargets:
+    """ALBEF's momentum distillation (equation 6): targets of which ``alpha`` is what a teacher's (B, N) logits say."""
+
+    def mixed(target: torch.Tensor, logits: torch.Tensor, dropped: torch.Tensor) -> torch.Tensor:
+        return (1 - alpha) * target + alpha * logits.detach().masked_fill(dropped, -torch.inf).softmax(1)
+
+    i2t = mixed(targets.i2t, logits_i2t, targets.dropped_i2t)
+    t2i = mixed(targets.t2i, logits_t2i, targets.dropped_t2i)
+    return ItcTargets(i2t, t2i, targets.dropped_i2t, targets.dropped_t2i)
 
 
 def itc_loss(logits_i2t: torch.Tensor, logits_t2i: torch.Tensor, targets: ItcTargets) -> torch.Tensor:

@@ -16,10 +16,11 @@ from fnpipe.train.model.coca import CAPTION_WEIGHT
 from fnpipe.train.model.fusion import Keys
 from fnpipe.train.model.model import VLModel
 from fnpipe.train.model.vacsr import SeededNoise, VacsrNet
-from fnpipe.train.objectives.contrastive import consistency_loss, itc_loss, itc_targets, sigmoid_itc_loss
+from fnpipe.train.objectives.contrastive import consistency_loss, itc_loss, itc_targets, sigmoid_itc_loss, taught
 from fnpipe.train.objectives.ecm import Decisions, EcmConfig, ecm_decisions, hardest_pairs
 from fnpipe.train.objectives.masking import IGNORED, mask_tokens
 from fnpipe.train.objectives.matching import itm_loss, mlm_loss
+from fnpipe.train.objectives.momentum import Teacher
 from fnpipe.train.objectives.vacsr import vacsr_loss
 from fnpipe.train.objectives.vacsr_config import LossConfig
 
@@ -53,8 +54,8 @@ class StepInput:
     """A batch on the device of the model; see `Batch`.
 
     Attributes:
-        across: where ITC gathers, (B, N) bool twice: which of all processes' N texts are recorded with each image here,
-            and which of their N images with each text; None: it does not.
+        across: where ITC gathers, or has a queue, (B, N) bool twice: which of the N texts of all processes, or of the
+            batch and the queue, are recorded with each image here, and which of their N images with each text.
     """
 
     pixels: torch.Tensor
@@ -96,13 +97,15 @@ class TrainStep(nn.Module):
 
     Attributes:
         seen: what the last forward pass left behind.
+        teacher: of momentum distillation, if there is one; it is no part of this module's state.
         vacsr: the network on the product of the embeddings, if its loss is asked for.
     """
 
     seen: Seen | None = None
 
-    def __init__(self, model: VLModel, config: StepConfig) -> None:
+    def __init__(self, model: VLModel, config: StepConfig, teacher: Teacher | None = None) -> None:
         super().__init__()
+        self.teacher = teacher
         self.model = model
         self.config = config
         self.transform = model.transform
@@ -122,7 +125,10 @@ class TrainStep(nn.Module):
         """
         device_type = batch.pixels.device.type
         with torch.autocast(device_type, dtype=self.config.dtype, enabled=self.config.dtype is not None):
-            image_tokens, images = self.model.encode_image(self.transform.normalise(batch.pixels))
+            pixels = self.transform.normalise(batch.pixels)
+            image_tokens, images = self.model.encode_image(pixels)
+            if self.teacher is not None:
+                self.teacher.see(pixels, batch.ids)
             if self.config.itm:
                 text_tokens, texts = self.model.encode_text(batch.ids)
             elif self.config.itg:
@@ -157,9 +163,14 @@ class TrainStep(nn.Module):
         return total, {name: loss.detach() for name, loss in losses.items()}, decisions
 
     def _mlm(self, masked: Masked, mask: torch.Tensor, keys: Keys) -> torch.Tensor:
-        hidden = masked.labels != IGNORED
-        fused = self.model.fuse(self.model.text_tokens(masked.ids), mask[masked.texts], keys, masked.images)
-        return mlm_loss(self.model.mlm_logits(fused[hidden]), masked.labels[hidden])
+        hidden, mask = masked.labels != IGNORED, mask[masked.texts]
+        fused = self.model.fuse(self.model.text_tokens(masked.ids), mask, keys, masked.images)
+        logits, labels = self.model.mlm_logits(fused[hidden]), masked.labels[hidden]
+        # Asked again, without a gradient, it is a measure of the model.
+        if self.teacher is None or not self.teacher.alpha or not torch.is_grad_enabled():
+            return mlm_loss(logits, labels)
+        said = self.teacher.says_of_tokens(masked.ids, mask, masked.images, hidden)
+        return mlm_loss(logits, labels, said, self.teacher.alpha)
 
     def _itg(self, text_tokens: torch.Tensor, image_tokens: torch.Tensor, batch: StepInput) -> torch.Tensor:
         return CAPTION_WEIGHT * self.model.captioning_loss(text_tokens, image_tokens, batch.ids)
@@ -212,7 +223,12 @@ class TrainStep(nn.Module):
             across=batch.across,
             dtype=images.dtype,
         )
-        if world == 1 and not config.stop_columns:
+        if self.teacher is not None:
+            columns = self.teacher.columns()
+            logits_i2t, logits_t2i = images @ columns[0].T / temp, texts @ columns[1].T / temp
+            said_i2t, said_t2i = self.teacher.images @ columns[0].T / temp, self.teacher.texts @ columns[1].T / temp
+            targets = taught(targets, said_i2t, said_t2i, self.teacher.alpha)
+        elif world == 1 and not config.stop_columns:
             logits_i2t, logits_t2i = sim_i2t / temp, sim_i2t.T / temp
         else:
             columns = (texts.detach(), images.detach()) if config.stop_columns else (texts, images)

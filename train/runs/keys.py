@@ -165,6 +165,19 @@ class RunKeys(SessionKeys):
         "ITC's gradient reaches both sides of a similarity, or stops at the one that a row is compared with, as in the "
         "released code of GRIT-VLP and MAFA.",
     )
+    distillation: float = option(
+        0.0,
+        "ALBEF's momentum distillation: the share of the targets of ITC and MLM that a slow copy of the model gives "
+        "(0.4 in the paper), rising over the first epoch; 0: none.",
+        low=0.0,
+        high=1.0,
+    )
+    queue: int = option(
+        0,
+        "pairs of earlier batches, as that copy embedded them, that ITC compares with beside the batch (65,536 in "
+        "ALBEF); 0: none.",
+        low=0,
+    )
     gather: bool = option(False, "ITC over the batches of all ranks instead of the local one.")
     lr: float | None = option(
         None,

@@ -134,3 +134,12 @@ def test_the_sigmoid_loss_has_no_smoothing_and_no_gathering():
 def test_every_key_is_explained(method: str | None):
     meanings = key_meanings(method)
     assert [name for name, _, _ in describe_keys(method) if not meanings[name]] == []
+
+
+@pytest.mark.parametrize("key", [{"distillation": 0.4}, {"queue": 8}])
+def test_momentum_distillation_goes_with_the_softmax_over_one_process_s_batch(key: dict[str, Any]) -> None:
+    assert resolved(make_config({"method": "albef", **key})).queue == key.get("queue", 0)
+    with pytest.raises(InputError, match="sigmoid loss does not have"):
+        resolved(make_config({"method": "albef", **key}), itc_loss="sigmoid")
+    with pytest.raises(InputError, match="gather=true compares with other embeddings"):
+        resolved(make_config({"method": "albef", "gather": True, **key}))

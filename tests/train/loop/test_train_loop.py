@@ -149,9 +149,12 @@ def test_a_killed_run_goes_on_to_the_same_weights_and_the_same_log(mafa_workspac
     assert logged(mafa_workspace, "killed") == logged(mafa_workspace, "whole")
 
 
-def test_a_run_with_accumulation_and_random_batches_resumes_exactly(make_workspace: MakeWorkspace):
+@pytest.mark.parametrize("taught", [{}, {"distillation": 0.4, "queue": 10}])
+def test_a_run_with_accumulation_and_random_batches_resumes_exactly(
+    make_workspace: MakeWorkspace, taught: dict[str, Any]
+):
     workspace = make_workspace(22, captions=2)
-    values = {**FAST, "method": "albef", "batch_size": 4, "accumulate": 2, "checkpoint_steps": 1}
+    values = {**FAST, "method": "albef", "batch_size": 4, "accumulate": 2, "checkpoint_steps": 1, **taught}
     train(workspace, values, run="whole")
     with pytest.raises(Killed):
         train(workspace, values, run="killed", after_step=kill_after(4))

@@ -18,6 +18,7 @@ from typing import Any
 import typer
 
 from fnpipe.cli.main import app
+from fnpipe.train.learners.presets import PAPERS
 from fnpipe.train.methods import ALL_METHODS, describe_keys, key_meanings
 
 PAGES = Path(__file__).parent.parent / "docs" / "reference"
@@ -50,7 +51,26 @@ def keys_page() -> str:
             takes = f"{kind.replace('|', ', ')}; default: {default}." if default else f"{kind.replace('|', ', ')}."
             lines.append(f"| `{key}` | {_cell(_unsaid(meaning[key], default))} *{_cell(takes)}* |")
         sections.append("\n".join([*lines, ""]))
-    return "\n".join(sections)
+    return "\n".join([*sections, *_presets()])
+
+
+def _presets() -> list[str]:
+    """What each method's paper sets, and where it says so."""
+    lines = [
+        "## Presets",
+        "",
+        "What `--preset paper` sets where nothing else is given; all other keys keep their defaults, as",
+    ]
+    lines += [
+        "with `--preset ours`, which is the same as none.",
+        "",
+        "| method | keys | source |",
+        "| --- | --- | --- |",
+    ]
+    for method, paper in PAPERS.items():
+        keys = ", ".join(f"`{key}={value}`" for key, value in paper.values.items())
+        lines.append(f"| {method} | {keys} | {_cell(paper.source)} |")
+    return [*lines, ""]
 
 
 def _unsaid(meaning: str, default: str) -> str:

@@ -18,6 +18,7 @@ from fnpipe.train.evaluation.named import chosen_split, fitted_in_training, requ
 from fnpipe.train.keys import describe, given_values, meanings, typed
 from fnpipe.train.learners.embedding_keys import FROZEN_METHODS
 from fnpipe.train.learners.keys import METHODS, TrainConfig, known_method
+from fnpipe.train.learners.presets import with_preset
 from fnpipe.train.learners.turns import find_turns
 from fnpipe.train.runs.directory import (
     CONFIG,
@@ -44,15 +45,20 @@ def read_values(
     flags: Mapping[str, Any],
     assignments: Sequence[str] = (),
     file: str | Path | None = None,
+    preset: str | None = None,
 ) -> dict[str, Any]:
     """What the user said, checked and typed as the method takes it; a run that is there may be named without it.
 
+    Args:
+        preset: ``paper``: what is not said is as in the method's paper; see `fnpipe.train.learners.presets`.
+
     Raises:
-        InputError: no or an unknown method, a key that the method does not have (with the nearest), a value of the
-            wrong type, a key given twice.
+        InputError: no or an unknown method or preset, a key that the method does not have (with the nearest), a value
+            of the wrong type, a key given twice.
     """
     given = given_values(flags, assignments, file)
     method = known_method(str(given.get("method") or _method_of(workspace, run)))
+    given = with_preset(method, given, preset)
     return {key: typed(key, value, _config_of(method), _listed_by(method)) for key, value in given.items()}
 
 

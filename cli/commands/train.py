@@ -21,6 +21,10 @@ def train_command(
     given: Given,
     run: Annotated[str | None, typer.Option(help="The name of the run: it goes to runs/NAME."), After("method")] = None,
     config: Annotated[str | None, typer.Option(help="YAML file of `key: value` lines.")] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(metavar="paper|ours", help="paper: what is left open is as in the method's paper, see the docs."),
+    ] = None,
     assignments: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Set any key, as in --config; see --keys.")
     ] = None,
@@ -67,7 +71,7 @@ def train_command(
     opened = Workspace.open(workspace)
     if resume:
         find_run(opened, run)
-    values = read_values(opened, run, given, assignments or [], config)
+    values = read_values(opened, run, given, assignments or [], config, preset)
     with lines_now_and_then() as report:
         summary = train(opened, values, run=run, resume=resume, overwrite=overwrite, report=report)  # torch loads here
     from fnpipe.train.distributed import is_first

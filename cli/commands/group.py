@@ -38,12 +38,14 @@ def group_command(
     shards = materialize(opened, opened.stage(f"groups/{summary.groups}"), materialize_into) if materialize_into else 0
 
     def render() -> None:
+        rows = summary.planned + summary.dropped
+        what = "images" if given["captions"] == "one" else f"pairs of {summary.images:,} images"
         print(
             f"groups/{summary.groups}: {summary.epochs} epochs of {summary.batches:,} batches of {summary.batch_size}; "
-            f"{summary.planned:,} of {summary.images:,} images planned, {summary.dropped:,} left over"
+            f"{summary.planned:,} of {rows:,} {what} planned, {summary.dropped:,} left over"
         )
         if summary.steps:
-            total = summary.images * summary.epochs
+            total = rows * summary.epochs
             said = {"avoided": "passed over a known match", "forced": "beside a known match all the same"}
             print(
                 "steps: "

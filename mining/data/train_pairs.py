@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +41,25 @@ class TrainPairs:
         counts = np.diff(self.starts)
         first = np.random.default_rng([seed, 0xCA]).integers(0, counts)
         return self.pair_ids[self.starts[:-1] + (first + epoch) % counts]
+
+    def rounds(self, epoch: int, seed: int) -> Iterator[tuple[TrainPairs, np.ndarray]]:
+        """All captions of an epoch, in rounds of one caption per image; the n-th without the images of fewer than n.
+
+        Yields:
+            The pairs of a round's images, and one of each image, (m,) int64, in the order of its ``images``. Rounds
+            grow smaller; which captions come in the late ones changes with the epoch.
+        """
+        counts = np.diff(self.starts)
+        yield self, self.captions_of_epoch(epoch, seed)
+        for n in range(1, int(counts.max())):
+            rows = np.flatnonzero(counts > n)
+            yield self.some(rows), self.captions_of_epoch(epoch + n, seed)[rows]
+
+    def batches_of_rounds(self, batch_size: int) -> int:
+        """How many full batches `rounds` make, none across two of them."""
+        counts = np.sort(np.diff(self.starts))
+        sizes = len(counts) - np.searchsorted(counts, np.arange(counts[-1]), side="right")
+        return int((sizes // batch_size).sum())
 
     def some(self, rows: np.ndarray) -> TrainPairs:
         """The pairs of some images, by ascending row of ``images``."""

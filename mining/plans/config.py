@@ -9,6 +9,7 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.flags import flag
 
 SAMPLINGS = ("grit", "random")
+CAPTIONS = ("one", "all")
 ALL: Literal["all"] = "all"
 
 
@@ -40,6 +41,9 @@ class GroupConfig:
     seed: int = flag(0, "Seed of everything drawn.")
     name: str | None = flag(None, "Name of the plan; SAMPLING-M if not given.")
     embeddings: str | None = flag(None, "Which embeddings; the only ones there are if not given.")
+    captions: str = flag(
+        "one", "one: every image once an epoch, with another caption each time. all: once with each of its captions."
+    )
     keep_last: bool = flag(False, "Keep the incomplete batch at the end.")
     quantile: float = flag(
         1.0, "Below 1: the next pair stands at this quantile of similarity, not nearest.", metavar="Q"
@@ -51,6 +55,10 @@ class GroupConfig:
     def __post_init__(self) -> None:
         if self.sampling not in SAMPLINGS:
             raise InputError(f"--sampling {self.sampling}: one of {', '.join(SAMPLINGS)}")
+        if self.captions not in CAPTIONS:
+            raise InputError(f"--captions {self.captions}: one of {', '.join(CAPTIONS)}")
+        if self.captions == "all" and self.keep_last:
+            raise InputError("--keep-last: with --captions all a batch could hold an image twice; leave it out")
         if self.batch_size < 2:
             raise InputError(
                 f"--batch-size {self.batch_size}: at least 2, because the others of a batch are its negatives"
@@ -80,7 +88,8 @@ class GroupConfig:
         """SAMPLING-M, and what makes the plan another one than GRIT's."""
         quantile = f"-q{self.quantile:g}" if self.quantile < 1 else ""
         avoiding = f"-avoid-{self.edges}" if self.edges is not None else ""
-        return self.name or f"{self.sampling}-{self.search_space}{quantile}{avoiding}"
+        captions = "-all-captions" if self.captions == "all" else ""
+        return self.name or f"{self.sampling}-{self.search_space}{quantile}{avoiding}{captions}"
 
 
 def _require_multiple(search_space: int, batch_size: int) -> None:

@@ -6,6 +6,7 @@ A plan is made offline. ``random`` batches are a seeded shuffle; ``grit`` batche
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter
 from dataclasses import dataclass
@@ -61,8 +62,11 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
     stages = [*(source.stage for source in (embeddings, graph) if source), *([edges] if edges else [])]
     above = _avoid_above(config, edges)
     train_pairs = read_train_pairs(workspace, embeddings)
-    images = len(train_pairs.images)
+    images, rows = len(train_pairs.images), len(train_pairs.images)
     planned = images if config.keep_last else images - images % config.batch_size
+    if config.captions == "all":
+        rows = len(train_pairs.pair_ids)
+        planned = train_pairs.batches_of_rounds(config.batch_size) * config.batch_size
     if not planned:
         raise InputError(
             f"{workspace.root}: {images} images make no batch of {config.batch_size}; "
@@ -71,7 +75,7 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
     _require_memory(config, images, graph, embeddings.width if embeddings else 0)
     stage = workspace.stage(f"groups/{config.plan_name}")
     inputs = {"pairs": workspace.digest, **{source.name: source.digest for source in stages}}
-    counts = {"images": images, "planned": planned, "dropped": images - planned}
+    counts = {"images": images, "planned": planned, "dropped": rows - planned}
     with stage.alone(), reading(workspace, inputs, stage.command):
         if stage.begin(_params(config, above), inputs, overwrite=config.overwrite):
             left = [epoch for epoch in range(config.epochs) if not plan_path(stage, epoch).exists()]
@@ -103,6 +107,7 @@ def _params(config: GroupConfig, above: float) -> dict[str, Any]:
         # Only where they are used: other plans are what they were before there were such options.
         **({"quantile": config.quantile} if config.quantile < 1 else {}),
         **({"avoid_above": above} if config.edges is not None else {}),
+        **({"captions": config.captions} if config.captions != "one" else {}),
     }
 
 
@@ -167,30 +172,55 @@ def plan_epoch(
         embeddings: needed for ``grit``. graph: needed for ``grit`` over all. known: what a batch must not hold.
 
     Returns:
-        ``PLAN_SCHEMA``, in batch and slot order, one row per image; the schema's metadata holds the steps of
-        `GroupSummary`.
+        ``PLAN_SCHEMA``, in batch and slot order, one row per image, or per pair where all captions are asked for: then
+        no batch holds an image twice. The schema's metadata holds the steps of `GroupSummary`.
     """
     rng = np.random.default_rng([config.seed, epoch])
-    pair_ids = train_pairs.captions_of_epoch(epoch, config.seed)
+    steps: Counter[str] = Counter()
+    found = []
+    rounds = train_pairs.rounds(epoch, config.seed)
+    for members, captions in itertools.islice(rounds, 1 if config.captions == "one" else None):
+        # Those that follow are smaller still.
+        if config.captions == "all" and len(captions) < config.batch_size:
+            break
+        order, taken = _order(members, captions, config, rng, embeddings, graph, known)
+        steps.update(taken)
+        if config.captions == "all":
+            order = order[: len(order) // config.batch_size * config.batch_size]
+        found.append((members.images[order], captions[order]))
+    image_ids, pair_ids = (np.concatenate(ids) for ids in zip(*found, strict=True))
+    batch, slot, rows = cut_batches(np.arange(len(pair_ids)), config.batch_size, config.keep_last, rng)
+    columns = [batch, slot, image_ids[rows], pair_ids[rows]]
+    table = pa.table(dict(zip(PLAN_SCHEMA.names, columns, strict=True)), schema=PLAN_SCHEMA)
+    return table.replace_schema_metadata({"steps": json.dumps(steps)} if steps else None)
+
+
+def _order(
+    members: TrainPairs,
+    pair_ids: np.ndarray,
+    config: GroupConfig,
+    rng: np.random.Generator,
+    embeddings: Embeddings | None,
+    graph: Graph | None,
+    known: KnownMatches | None,
+) -> tuple[np.ndarray, dict[str, int]]:
+    """The order of one caption per image, (m,) int64 rows of ``members.images``, and the steps of `GroupSummary`."""
+    order = rng.permutation(len(members.images))
     steps: dict[str, int] = {}
-    order = rng.permutation(len(train_pairs.images))
     if config.sampling == "grit" and embeddings is not None:
-        conflicts = None if known is None else known.conflicts(train_pairs, pair_ids)
+        conflicts = None if known is None else known.conflicts(members, pair_ids)
         if config.search_space == ALL:
             assert graph is not None
-            order, steps = walk_graph(train_pairs, pair_ids, embeddings, graph, rng, conflicts, config.batch_size)
+            order, steps = walk_graph(members, pair_ids, embeddings, graph, rng, conflicts, config.batch_size)
             if conflicts is not None:
                 repair(order, conflicts, config.batch_size)
         else:
-            spaces = read_spaces(train_pairs.images, pair_ids, embeddings, order, int(config.search_space))
+            spaces = read_spaces(members.images, pair_ids, embeddings, order, int(config.search_space))
             order, avoided = chain_spaces(spaces, order, config, conflicts)
             steps = {} if conflicts is None else {"avoided": avoided}
         if conflicts is not None:
             steps["forced"] = count_forced(order, conflicts, config.batch_size)
-    batch, slot, rows = cut_batches(order, config.batch_size, config.keep_last, rng)
-    columns = [batch, slot, train_pairs.images[rows], pair_ids[rows]]
-    table = pa.table(dict(zip(PLAN_SCHEMA.names, columns, strict=True)), schema=PLAN_SCHEMA)
-    return table.replace_schema_metadata({"steps": json.dumps(steps)} if steps else None)
+    return order, steps
 
 
 def cut_batches(

@@ -5,9 +5,10 @@ Every random draw comes from (seed, epoch), never from a global state.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -87,24 +88,35 @@ class PlansInTurn:
 
 
 class RandomBatches:
-    """Seeded random batches of the train pairs, one caption per image and epoch; a last, smaller batch is left out.
+    """Seeded random batches of the train pairs; a last, smaller batch is left out.
 
-    With fewer images than a batch takes, all of them make one batch.
+    One caption per image and epoch, or all: in rounds of one each, so that no batch holds an image twice. With fewer
+    images than a batch takes, all of them make one batch.
     """
 
     grouped = False
 
-    def __init__(self, members: TrainPairs, batch_size: int, seed: int) -> None:
+    def __init__(
+        self, members: TrainPairs, batch_size: int, seed: int, captions: Literal["one", "all"] = "one"
+    ) -> None:
         self.members = members
         self.batch_size = min(batch_size, len(members.images))
-        self.seed = seed
+        self.seed, self.captions = seed, captions
 
     def epoch(self, epoch: int) -> EpochPlan:
-        pair_ids = self.members.captions_of_epoch(epoch, self.seed)
-        order = np.random.default_rng([self.seed, epoch, 0xBA]).permutation(len(pair_ids))
-        order = order[: len(order) // self.batch_size * self.batch_size]
-        starts = np.arange(0, len(order) + 1, self.batch_size, dtype=np.int64)
-        return EpochPlan(starts, self.members.images[order], pair_ids[order])
+        rng = np.random.default_rng([self.seed, epoch, 0xBA])
+        found = []
+        rounds = self.members.rounds(epoch, self.seed)
+        for members, pair_ids in itertools.islice(rounds, 1 if self.captions == "one" else None):
+            order = rng.permutation(len(pair_ids))
+            order = order[: len(order) // self.batch_size * self.batch_size]
+            found.append((members.images[order], pair_ids[order]))
+        image_ids, pair_ids = (np.concatenate(ids) for ids in zip(*found, strict=True))
+        starts = np.arange(0, len(pair_ids) + 1, self.batch_size, dtype=np.int64)
+        if self.captions == "all":
+            rows = rng.permutation(starts[:-1])[:, None] + np.arange(self.batch_size)
+            image_ids, pair_ids = image_ids[rows].reshape(-1), pair_ids[rows].reshape(-1)
+        return EpochPlan(starts, image_ids, pair_ids)
 
 
 class WithoutPairs:

@@ -83,11 +83,15 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
     members, turns = read_train_pairs(workspace), find_turns(workspace, config)
     batch_size = config.batch_size or (64 if architecture == TINY else 128)
     source: BatchSource | FalconSource
+    if config.captions != "one" and (turns or config.method == FALCON):
+        raise InputError("captions is all, and is of random batches; plan with `fnpipe group --captions all` instead")
     if config.method == FALCON:
         source = open_falcon(workspace, config, batch_size)
         made_of = [source.embeddings.stage]
     else:
-        source = open_batches(workspace, config, turns, RandomBatches(members, batch_size, config.seed))
+        source = open_batches(
+            workspace, config, turns, RandomBatches(members, batch_size, config.seed, config.captions)
+        )
         made_of = [turn.plan for turn in turns]
     check_batch_size(source.batch_size, config.batch_size, workspace)
     mined = find_edges(workspace, config) if config.method_losses.ecm or config.edges is not None else None

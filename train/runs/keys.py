@@ -61,6 +61,11 @@ class RunKeys(SessionKeys):
         "combinations yet.",
         low=0,
     )
+    captions: Literal["one", "all"] = option(
+        "one",
+        "of random batches: every image once an epoch, with another caption each time, or once with each of its "
+        "captions; a plan has its own.",
+    )
     materialized: str | None = option(
         None, "where fnpipe group --materialize has put the plan: its shards are read front to back."
     )

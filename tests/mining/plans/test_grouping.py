@@ -145,6 +145,38 @@ def test_captions_take_turns_evenly(clustered):
         assert seen[pair] == 6 // counts[image]
 
 
+@pytest.mark.parametrize("config", [
+    {"sampling": "random"}, {"search_space": 12}, {"search_space": 12, "quantile": 0.9}, {"search_space": "all"},
+])  # fmt: skip
+def test_all_captions_are_planned_once_and_no_batch_holds_an_image_twice(clustered, config):
+    if config.get("search_space") == "all":
+        build_graph(clustered, GraphConfig(k=4))
+    summary = group(clustered, GroupConfig(name="g", captions="all", batch_size=4, epochs=3, **config))
+    pairs = clustered.read_pairs(["pair_id", "image_id"], split="train").to_pydict()
+    image_of = dict(zip(pairs["pair_id"], pairs["image_id"], strict=True))
+    counts = Counter(pairs["image_id"])
+    # Round after round, an image with n captions is in the first n; what fills no batch of a round is left over.
+    rounds = [sum(count > n for count in counts.values()) for n in range(max(counts.values()))]
+    planned = sum(size // 4 * 4 for size in rounds)
+    assert (summary.images, summary.planned, summary.dropped) == (48, planned, len(image_of) - planned)
+    stage, seen = clustered.stage("groups/g"), Counter[int]()
+    for epoch in range(3):
+        plan = read_plan(stage, epoch)
+        chosen = plan["pair_id"].to_pylist()
+        assert len(set(chosen)) == len(chosen) == planned
+        assert plan["image_id"].to_pylist() == [image_of[pair] for pair in chosen]
+        assert all(len(set(batch)) == 4 for batch in batches_of(plan))
+        seen.update(chosen)
+    assert set(seen) == set(image_of), "what one epoch leaves over another one has"
+
+
+def test_all_captions_and_an_incomplete_batch_do_not_go_together():
+    with pytest.raises(InputError, match="an image twice"):
+        GroupConfig(captions="all", keep_last=True)
+    with pytest.raises(InputError, match="one of one, all"):
+        GroupConfig(captions="both")
+
+
 def test_the_first_epoch_shows_any_of_an_images_captions(make_workspace: MakeWorkspace):
     members = read_train_pairs(make_workspace(200, captions=3))
     shown = members.captions_of_epoch(0, seed=0) % 3

@@ -87,6 +87,16 @@ def test_processes_that_decode_end_well(make_workspace: MakeWorkspace, monkeypat
     assert [process.exitcode for process in started] == [0, 0]
 
 
+def test_random_batches_of_all_captions_hold_each_once_and_no_image_twice():
+    members = train_pairs_of(np.arange(21), np.sort(np.arange(21) % 9))
+    plan = RandomBatches(members, 4, seed=1, captions="all").epoch(3)
+    # 9 images have two captions at least, 3 of them a third: 2 + 2 + 0 batches.
+    assert [len(set(plan.batch(b)[0])) for b in range(len(plan))] == [4, 4, 4, 4]
+    assert len(set(plan.pair_ids)) == 16
+    assert members.batches_of_rounds(4) == 4
+    assert np.array_equal(members.image_ids[plan.pair_ids], plan.image_ids)
+
+
 def test_random_batches_show_every_caption_in_turn_and_differ_by_epoch():
     members = train_pairs_of(np.arange(20), np.arange(20) // 2)
     source = RandomBatches(members, 4, seed=1)

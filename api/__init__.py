@@ -2,8 +2,11 @@
 
     import fnpipe
 
-    workspace = fnpipe.open("work")
-    edges = fnpipe.read_edges(workspace.stage("edges/itm"))  # a pyarrow table, one row per judged connection
+    work = fnpipe.open("work")
+    work.pairs(["pair_id", "caption"]).to_pandas()
+    work.edges("itm").to_pandas()  # one row per judged connection
+    work.embeddings().texts.take([0, 1])  # (2, width) float32
+    work.plan("grit-1920")  # one row per planned pair
     model = fnpipe.load_run("work/runs/mafa")
 
 Every name is that of a package below, and is imported when it is first used: ``import fnpipe`` alone loads neither
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from fnpipe.mining import EdgeLookup as EdgeLookup
     from fnpipe.mining import EdgesInfo as EdgesInfo
     from fnpipe.mining import Graph as Graph
+    from fnpipe.mining import OpenedWorkspace as OpenedWorkspace
     from fnpipe.mining import Truth as Truth
     from fnpipe.mining import grit_order as grit_order
     from fnpipe.mining import label_candidates as label_candidates
@@ -48,6 +52,7 @@ __all__ = [
     "Graph",
     "InputError",
     "MinedClipLoss",
+    "OpenedWorkspace",
     "PairDataset",
     "PlanBatchSampler",
     "Truth",
@@ -67,7 +72,7 @@ _on_demand = on_demand(
     __name__,
     {
         "fnpipe.mining": (
-            *("EdgeLookup", "EdgesInfo", "Graph", "Truth"),
+            *("EdgeLookup", "EdgesInfo", "Graph", "OpenedWorkspace", "Truth"),
             *("grit_order", "label_candidates", "read_edges", "read_plan"),
         ),
         "fnpipe.pipeline": ("Embeddings", "InputError", "Workspace", "decode_rgb"),
@@ -79,15 +84,15 @@ _on_demand = on_demand(
 )
 
 
-def open(path: str | Path) -> Workspace:
-    """Open a workspace that ``fnpipe shard`` has finished.
+def open(path: str | Path) -> OpenedWorkspace:
+    """Open a workspace that ``fnpipe shard`` has finished: its pairs, plans, edges and embeddings by name.
 
     Raises:
         InputError: there is none, it was not finished, or its record is damaged.
     """
-    from fnpipe.pipeline.workspace.workspace import Workspace
+    from fnpipe.mining.views.opened import OpenedWorkspace
 
-    return Workspace.open(path)
+    return OpenedWorkspace.open(path)
 
 
 def __getattr__(name: str) -> Any:

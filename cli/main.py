@@ -24,7 +24,7 @@ from fnpipe.cli.commands.mine_connections import mine_connections_command, relab
 from fnpipe.cli.commands.prepare import prepare_command
 from fnpipe.cli.commands.report import report_command
 from fnpipe.cli.commands.shard import shard_command
-from fnpipe.cli.commands.status import status_command
+from fnpipe.cli.commands.status import doctor_command, status_command
 from fnpipe.cli.commands.train import train_command
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.shown import shown
@@ -34,6 +34,7 @@ COMMANDS = (
     shard_command,
     status_command,
     demo_command,
+    doctor_command,
     embed_command,
     build_graph_command,
     group_command,

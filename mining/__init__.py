@@ -15,8 +15,19 @@ if TYPE_CHECKING:
     from fnpipe.mining.graph.graph import Graph as Graph
     from fnpipe.mining.plans.chain import grit_order as grit_order
     from fnpipe.mining.plans.plan import read_plan as read_plan
+    from fnpipe.mining.views.opened import OpenedWorkspace as OpenedWorkspace
 
-__all__ = ["EdgeLookup", "EdgesInfo", "Graph", "Truth", "grit_order", "label_candidates", "read_edges", "read_plan"]
+__all__ = [
+    "EdgeLookup",
+    "EdgesInfo",
+    "Graph",
+    "OpenedWorkspace",
+    "Truth",
+    "grit_order",
+    "label_candidates",
+    "read_edges",
+    "read_plan",
+]
 
 __getattr__ = on_demand(
     __name__,
@@ -28,5 +39,6 @@ __getattr__ = on_demand(
         "fnpipe.mining.graph.graph": ("Graph",),
         "fnpipe.mining.plans.chain": ("grit_order",),
         "fnpipe.mining.plans.plan": ("read_plan",),
+        "fnpipe.mining.views.opened": ("OpenedWorkspace",),
     },
 )

@@ -9,10 +9,12 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import fnpipe
 from conftest import MakeWorkspace
+from fnpipe.cli.main import run
 
 ROOT = Path(__file__).parent.parent
 # Where the `__init__.py` of a package lies.
@@ -43,6 +45,31 @@ def test_every_name_that_is_offered_is_there_and_type_checkers_are_told_the_same
     assert all(getattr(offered, name) is there for name, there in typed.items())
 
 
+def test_what_the_stages_hold_comes_as_tables_and_arrays(make_workspace: MakeWorkspace):
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(12, 4)), rng.normal(size=(12, 4))
+    root = make_workspace(12, embeddings=rows, splits=["train"] * 10 + ["test"] * 2).root
+    for words in ("group WS --batch-size 2 --search-space 10 --epochs 2", "mine-connections WS --discriminator clip"):
+        assert run(words.replace("WS", str(root)).split()) == 0
+    work = fnpipe.open(root)
+    assert work.pairs(split="test")["image_id"].to_pylist() == [10, 11]
+    first, again = work.plan(), work.plan("grit-10", 2)
+    assert first.equals(again)
+    assert first.num_rows == 10
+    assert not first.equals(work.plan(epoch=1))
+    edges = work.edges(columns=["image_id", "match_probability"]).to_pandas()
+    assert list(edges.columns) == ["image_id", "match_probability"]
+    assert len(edges) == work.edges("clip").num_rows > 0
+    images = np.asarray(work.embeddings().images)
+    assert images.shape == (12, 4)
+    np.testing.assert_array_equal(
+        images[[3, 7]].astype(np.float32), work.embeddings("clip").images.take(np.array([3, 7]))
+    )
+    assert np.array(work.embeddings().texts, np.float64).dtype == np.float64
+    with pytest.raises(fnpipe.InputError, match=r"no edges 'itm' \(it has clip\)"):
+        work.edges("itm")
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_other_name_is_there(package: str):
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nothing'"):
@@ -54,6 +81,7 @@ def test_a_workspace_is_opened(make_workspace: MakeWorkspace):
     opened = fnpipe.open(root)
     assert isinstance(opened, fnpipe.Workspace)
     assert opened.root == root
+    assert opened.pairs(["pair_id"])["pair_id"].to_pylist() == list(range(opened.n_pairs))
     with pytest.raises(fnpipe.InputError, match="shard"):
         fnpipe.open(root / "nothing")
 

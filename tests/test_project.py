@@ -26,7 +26,7 @@ FLOORS = (
     ("cli.app",),
     ("cli.options",),
     ("train.demo",),
-    ("train.methods", "train.status"),
+    ("train.methods", "train.status", "train.doctor"),
     ("train.learners",),
     ("train.loop", "train.falcon", "train.judges"),
     ("train.evaluation", "train.objectives"),

@@ -1,4 +1,4 @@
-"""``fnpipe status``: what a workspace holds, and whether it is as it was recorded."""
+"""``fnpipe status`` and ``fnpipe doctor``: what a workspace holds, and whether the machine is fit for more."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from fnpipe.cli.commands.shard import print_counts
 from fnpipe.pipeline.machine.shown import shown
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fnpipe.pipeline.workspace.verify import Verified
+    from fnpipe.train.doctor import Finding
 
 
 def status_command(
@@ -92,3 +95,39 @@ def _print_status(summary: dict[str, Any]) -> None:
             where = "" if row["row"] is None else f" row {row['row']}"
             print(shown(f"  {row['source']}{where} {row['image'] or ''}: {row['detail']}"))
     print(shown(f"next: {summary['next']}", most=4000))
+
+
+def doctor_command(
+    workspace: Annotated[
+        str | None, typer.Argument(metavar="[WORKSPACE]", help="Look at the disk of this place, too.")
+    ] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Say whether this machine is fit for fnpipe: versions, GPUs, memory, files, the hub, and what to do about each.
+
+    Exit code 1 where something keeps stages from running.
+
+    Example: fnpipe doctor work
+    """
+    from fnpipe.train.doctor import examine  # torch loads here
+
+    findings = examine(workspace)
+    emit({"findings": [asdict(finding) for finding in findings]}, as_json, lambda: _print_findings(findings))
+    if any(finding.state == "fault" for finding in findings):
+        raise typer.Exit(1)
+
+
+def _print_findings(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    styles = {"ok": "green", "note": "yellow", "fault": "bold red"}
+    table = Table("", "state", "found", box=None)
+    for finding in findings:
+        found = Text(shown(finding.found))
+        if finding.do is not None:
+            found.append(f"\n-> {shown(finding.do)}", style="bold")
+        # As text: rich would take the brackets of an extra for markup.
+        table.add_row(Text(finding.what), Text(finding.state, style=styles[finding.state]), found)
+    Console(highlight=False).print(table)

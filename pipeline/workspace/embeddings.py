@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -44,6 +45,12 @@ class Vectors:
 
     def __len__(self) -> int:
         return int(self.starts[-1])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        """All rows in id order, (n, width) float16 unless another ``dtype`` is asked for: a copy in memory."""
+        if copy is False:
+            raise ValueError("the rows lie in several files; as one array they are a copy")
+        return self.slice(0, len(self)).astype(dtype or np.float16, copy=False)
 
     def warm(self) -> None:
         """Have the system keep all rows in its file cache, where memory has room for twice as much.

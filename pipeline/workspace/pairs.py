@@ -36,6 +36,14 @@ class Pairs:
     def path(self, shard: int) -> Path:
         return self.directory / f"{shard:05d}.parquet"
 
+    def __call__(self, columns: Sequence[str] | None = None, *, split: str | None = None) -> pa.Table:
+        """The pairs in pair_id order, with the columns of ``PAIRS_SCHEMA`` that are asked for (None: all).
+
+        Raises:
+            InputError: a table is gone, damaged, or another shard's.
+        """
+        return self.read(columns, split=split)
+
     def read(
         self, columns: Sequence[str] | None = None, *, shard: int | None = None, split: str | None = None
     ) -> pa.Table:

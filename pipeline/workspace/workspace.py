@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,9 @@ from fnpipe.pipeline.workspace.sharded_tars import ShardedTars
 
 # A file system takes 255 bytes; what stands beside a stage has a longer name than the stage itself.
 _LONGEST_NAME = 240
+
+
+_Workspace = TypeVar("_Workspace", bound="Workspace")
 
 
 class Workspace:
@@ -47,7 +50,7 @@ class Workspace:
         self._known_tars: set[int] = set()
 
     @classmethod
-    def open(cls, path: str | Path) -> Workspace:
+    def open(cls: type[_Workspace], path: str | Path) -> _Workspace:
         """Open a workspace whose sharding is finished.
 
         Raises:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from fnpipe.mining import Truth as Truth
     from fnpipe.mining import grit_order as grit_order
     from fnpipe.mining import label_candidates as label_candidates
+    from fnpipe.mining import mine as mine
     from fnpipe.mining import read_edges as read_edges
     from fnpipe.mining import read_plan as read_plan
     from fnpipe.pipeline import Embeddings as Embeddings
@@ -63,6 +64,7 @@ __all__ = [
     "grit_order",
     "label_candidates",
     "load_run",
+    "mine",
     "open",
     "read_edges",
     "read_plan",
@@ -73,7 +75,7 @@ _on_demand = on_demand(
     {
         "fnpipe.mining": (
             *("EdgeLookup", "EdgesInfo", "Graph", "OpenedWorkspace", "Truth"),
-            *("grit_order", "label_candidates", "read_edges", "read_plan"),
+            *("grit_order", "label_candidates", "mine", "read_edges", "read_plan"),
         ),
         "fnpipe.pipeline": ("Embeddings", "InputError", "Workspace", "decode_rgb"),
         "fnpipe.train": (

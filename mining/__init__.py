@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fnpipe.pipeline.on_demand import on_demand
 
 if TYPE_CHECKING:
+    from fnpipe.mining.connections.from_arrays import mine as mine
     from fnpipe.mining.data.truth import Truth as Truth
     from fnpipe.mining.edges.labels import label_candidates as label_candidates
     from fnpipe.mining.edges.lookup import EdgeLookup as EdgeLookup
@@ -25,6 +26,7 @@ __all__ = [
     "Truth",
     "grit_order",
     "label_candidates",
+    "mine",
     "read_edges",
     "read_plan",
 ]
@@ -32,6 +34,7 @@ __all__ = [
 __getattr__ = on_demand(
     __name__,
     {
+        "fnpipe.mining.connections.from_arrays": ("mine",),
         "fnpipe.mining.data.truth": ("Truth",),
         "fnpipe.mining.edges.labels": ("label_candidates",),
         "fnpipe.mining.edges.lookup": ("EdgeLookup",),

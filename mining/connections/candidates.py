@@ -113,6 +113,35 @@ def nearest_slots(anchors: np.ndarray, others: np.ndarray, forbidden: np.ndarray
     return np.where(best == _NEVER, -1, best & ((1 << _SLOT_BITS) - 1))
 
 
+def propose_block(
+    images: np.ndarray, texts: np.ndarray, image_ids: np.ndarray, pair_ids: np.ndarray, k: int, n_pairs: int
+) -> Iterator[Proposals]:
+    """The ``k`` most similar unrecorded others of every slot of (b, size) batches, both directions.
+
+    Args:
+        images, texts: (b, size, d) float32, L2-normalised. image_ids, pair_ids: (b, size) int64, whose rows they are.
+        n_pairs: how many pairs there are, which the keys are made with.
+    """
+    b, size = image_ids.shape
+    k = min(k, size)
+    # One caption's own image is found by id: a batch may hold an image several times, with other captions.
+    tile = max(1, _BLOCK_ELEMENTS // (b * size))
+    for first in range(0, size, tile):
+        rows = slice(first, first + tile)
+        recorded = image_ids[:, rows, None] == image_ids[:, None, :]
+        for direction, anchors, others in (("i2t", images, texts), ("t2i", texts, images)):
+            slots = nearest_slots(anchors[:, rows], others, recorded, k)
+            at, anchor, rank = np.nonzero(slots >= 0)
+            anchor, other = anchor + first, slots[at, anchor, rank]
+            image, pair = (anchor, other) if direction == "i2t" else (other, anchor)
+            yield Proposals.by(direction, combination_keys(image_ids[at, image], pair_ids[at, pair], n_pairs), rank)
+
+
+def batches_per_block(size: int, width: int) -> int:
+    """How many batches of ``size`` pairs, with embeddings of ``width``, are proposed from at a time."""
+    return max(1, _BLOCK_ELEMENTS // int(size * max(size, width)))
+
+
 class PlanProposer:
     """Proposes what the batches of a plan hold: the in-batch most similar others, both directions.
 
@@ -139,7 +168,7 @@ class PlanProposer:
         for size in np.unique(sizes):
             # Batches of one size stack into one array; a plan has one size, and at most a few odd ones.
             rows = order[starts[sizes == size][:, None] + np.arange(size)]
-            per_block = max(1, _BLOCK_ELEMENTS // int(size * max(size, self.embeddings.width)))
+            per_block = batches_per_block(size, self.embeddings.width)
             for first in range(0, len(rows), per_block):
                 block = rows[first : first + per_block]
                 yield from self._block(image_ids[block], pair_ids[block])
@@ -147,21 +176,9 @@ class PlanProposer:
     def _block(self, image_ids: np.ndarray, pair_ids: np.ndarray) -> Iterator[Proposals]:
         """Proposals of (b, size) batches."""
         b, size = image_ids.shape
-        k = min(self.k, size)
         images = self.embeddings.images.take(image_ids.ravel()).reshape(b, size, -1)
         texts = self.embeddings.texts.take(pair_ids.ravel()).reshape(b, size, -1)
-        # One caption's own image is found by id: a batch may hold an image several times, with other captions.
-        tile = max(1, _BLOCK_ELEMENTS // (b * size))
-        for first in range(0, size, tile):
-            rows = slice(first, first + tile)
-            recorded = image_ids[:, rows, None] == image_ids[:, None, :]
-            for direction, anchors, others in (("i2t", images, texts), ("t2i", texts, images)):
-                slots = nearest_slots(anchors[:, rows], others, recorded, k)
-                at, anchor, rank = np.nonzero(slots >= 0)
-                anchor, other = anchor + first, slots[at, anchor, rank]
-                image, pair = (anchor, other) if direction == "i2t" else (other, anchor)
-                keys = combination_keys(image_ids[at, image], pair_ids[at, pair], len(self.image_of))
-                yield Proposals.by(direction, keys, rank)
+        yield from propose_block(images, texts, image_ids, pair_ids, self.k, len(self.image_of))
 
     def propose_graph(self, i2t_ids: np.ndarray, t2i_ids: np.ndarray, k: int) -> Iterator[Proposals]:
         """The ``k`` nearest unrecorded neighbours of every image and of every pair.

@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
+from fnpipe.cli.completion import offer_names
 from fnpipe.cli.options import check_given, check_once
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -17,7 +18,14 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 class _Command(TyperCommand):
     """A command that looks at what it is given before it begins, and so before torch is loaded."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for parameter in self.params:
+            offer_names(parameter)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if ctx.resilient_parsing:  # The shell asks what may follow: the line is not finished.
+            return super().parse_args(ctx, args)
         given = self.make_parser(ctx).parse_args(list(args))[2] if args else []
         rest = super().parse_args(ctx, args)
         check_given(self.params, ctx.params)
@@ -33,7 +41,6 @@ class _Commands(typer.Typer):
 app = _Commands(
     name="fnpipe",
     help="Find the false negatives in image-text data, and train vision-language models with them.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

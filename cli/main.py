@@ -65,6 +65,8 @@ def main() -> None:
         # A file may be named by bytes that are no text.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
+    if "_FNPIPE_COMPLETE" in os.environ:
+        app(prog_name="fnpipe")  # Answers the shell, and ends.
     sys.exit(run(sys.argv[1:]))
 
 

@@ -24,7 +24,7 @@ FLOORS = (
     ("cli.main",),
     ("cli.commands",),
     ("cli.app",),
-    ("cli.options",),
+    ("cli.options", "cli.completion"),
     ("train.demo",),
     ("train.methods", "train.status", "train.doctor"),
     ("train.learners",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -45,11 +46,16 @@ def test_every_name_that_is_offered_is_there_and_type_checkers_are_told_the_same
     assert all(getattr(offered, name) is there for name, there in typed.items())
 
 
-def test_what_the_stages_hold_comes_as_tables_and_arrays(make_workspace: MakeWorkspace):
+def test_what_the_stages_hold_comes_as_tables_and_arrays(
+    make_workspace: MakeWorkspace, monkeypatch: pytest.MonkeyPatch
+):
     rng = np.random.default_rng(0)
     rows = rng.normal(size=(12, 4)), rng.normal(size=(12, 4))
     root = make_workspace(12, embeddings=rows, splits=["train"] * 10 + ["test"] * 2).root
-    for words in ("group WS --batch-size 2 --search-space 10 --epochs 2", "mine-connections WS --discriminator clip"):
+    for words in (
+        "group WS --batch-size 2 --search-space 10 --epochs 2",
+        "mine-connections WS --discriminator clip --score-recorded",
+    ):
         assert run(words.replace("WS", str(root)).split()) == 0
     work = fnpipe.open(root)
     assert work.pairs(split="test")["image_id"].to_pylist() == [10, 11]
@@ -66,6 +72,12 @@ def test_what_the_stages_hold_comes_as_tables_and_arrays(make_workspace: MakeWor
         images[[3, 7]].astype(np.float32), work.embeddings("clip").images.take(np.array([3, 7]))
     )
     assert np.array(work.embeddings().texts, np.float64).dtype == np.float64
+    # The guide's way to recorded pairs that may be wrong.
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / "curate.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(root.parent)
+    exec(compile(code.replace('"work"', repr(root.name)), "curate.md", "exec"), scope := {})
+    assert sorted(scope["doubtful"]["pair_id"]) == list(range(10))
+    assert scope["doubtful"]["match_probability"].is_monotonic_increasing
     with pytest.raises(fnpipe.InputError, match=r"no edges 'itm' \(it has clip\)"):
         work.edges("itm")
 

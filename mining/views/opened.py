@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 
-from fnpipe.mining.edges.reader import read_edges
+from fnpipe.mining.edges.reader import read_edges, read_recorded
 from fnpipe.mining.plans.plan import read_plan
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
@@ -40,6 +40,17 @@ class OpenedWorkspace(Workspace):
             InputError: as `plan` says.
         """
         return read_edges(self.resolve("edges", name, "the edges' name"), columns)
+
+    def recorded(self, name: str | None = None) -> pa.Table:
+        """What the discriminator of ``edges/<name>`` says of the recorded pairs of the train split.
+
+        Returns:
+            In pair_id order: pair_id int64, match_probability float32.
+
+        Raises:
+            InputError: as `plan` says, or they were not judged (``mine-connections --score-recorded``).
+        """
+        return read_recorded(self.resolve("edges", name, "the edges' name"))
 
     def embeddings(self, name: str | None = None) -> Embeddings:
         """``embeddings/<name>``, mapped: ``.images`` has a row per image_id, ``.texts`` one per pair_id.

@@ -19,7 +19,7 @@ from fnpipe.cli.commands.embed import embed_command
 from fnpipe.cli.commands.evaluate import evaluate_command
 from fnpipe.cli.commands.export import export_command, export_model_command
 from fnpipe.cli.commands.group import group_command
-from fnpipe.cli.commands.inspect import inspect_command
+from fnpipe.cli.commands.inspect import inspect_command, review_command
 from fnpipe.cli.commands.mine_connections import mine_connections_command, relabel_command
 from fnpipe.cli.commands.prepare import prepare_command
 from fnpipe.cli.commands.report import report_command
@@ -43,6 +43,7 @@ COMMANDS = (
     relabel_command,
     prepare_command,
     inspect_command,
+    review_command,
     export_command,
     report_command,
     train_command,

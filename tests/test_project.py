@@ -33,6 +33,7 @@ FLOORS = (
     ("train.model", "train.data", "train.reports"),
     ("train.runs",),
     ("train.keys", "train.distributed"),
+    ("mining.review",),
     ("mining.views", "mining.exports", "mining.recipes"),
     ("mining.connections",),
     ("mining.plans", "mining.discriminators"),
@@ -191,7 +192,9 @@ def foreign_imports() -> dict[str, str]:
 def test_what_is_imported_is_declared_and_what_is_declared_is_imported():
     project = project_table()
     declared = names_in(project["dependencies"])
-    extras = names_in([line for name in ("ray", "blip", "eval") for line in project["optional-dependencies"][name]])
+    extras = names_in(
+        [line for name in ("ray", "blip", "eval", "review") for line in project["optional-dependencies"][name]]
+    )
     imported = foreign_imports()
     undeclared = {name: where for name, where in imported.items() if name not in declared | extras}
     assert not undeclared, f"imported and not in [project.dependencies]: {undeclared}"

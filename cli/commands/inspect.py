@@ -1,22 +1,27 @@
-"""``fnpipe inspect``: mined connections in the terminal, or as a page with pictures."""
+"""``fnpipe inspect`` and ``fnpipe review``: mined connections in the terminal or on a page."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit
 from fnpipe.cli.options import Given, flags_of
+from fnpipe.mining.review.config import ReviewConfig, login
 from fnpipe.mining.views.config import InspectConfig
+from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.machine.shown import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fnpipe.mining.review.session import Review
     from fnpipe.mining.views.accuracy import EdgeAccuracy
     from fnpipe.mining.views.gallery import GallerySummary
     from fnpipe.mining.views.inspection import EdgeView
+    from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 
 # Characters of a name or caption in a table.
@@ -136,3 +141,71 @@ def _render_accuracy(accuracy: EdgeAccuracy) -> None:
     )
     if accuracy.identity:
         print(f"by identity, apart: {accuracy.identity:,} edges, {share(accuracy.identity_precision)} of them true")
+
+
+@flags_of(ReviewConfig)
+def review_command(workspace: WorkspaceArgument, *, given: Given, as_json: JsonFlag = False) -> None:
+    """Answer on a page whether mined connections are right: yes, no or unsure.
+
+    Example: fnpipe review work --edges itm --count 300
+    """
+    config = ReviewConfig(**given)
+    from fnpipe.pipeline.workspace.workspace import Workspace, reading
+
+    opened = Workspace.open(workspace)
+    stage = opened.resolve("edges", config.edges, "--edges")
+    if config.export is not None:
+        _export(opened, stage, config.export, as_json)
+        return
+    _require_server()
+    from fnpipe.mining.review.session import open_review
+
+    # Sharded anew, the ids under the page would mean other pictures; edges may change, their answers stay.
+    with reading(opened, {}, "fnpipe review"):
+        with reading(opened, {stage.name: stage.digest}, "fnpipe review"):
+            review = open_review(opened, stage, config)
+        _serve(review, config, as_json)
+    summary = review.summary()
+    emit(summary, as_json, lambda: _say_what_is_next(workspace, review.name, summary))
+
+
+def _require_server() -> None:
+    try:
+        import fnpipe.mining.review.server  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise InputError(f"review needs {error.name}; install it with `pip install 'fnpipe[review]'`") from None
+
+
+def _serve(review: Review, config: ReviewConfig, as_json: bool) -> None:
+    import secrets
+    import webbrowser
+
+    from fnpipe.mining.review.server import Door, listen, review_app, serve
+
+    listening = listen(config.host, config.port)
+    door = Door(secrets.token_urlsafe(24), config.host, listening.getsockname()[1])
+    app = review_app(review, door, config.reviewer or login(), known=config.reviewer is not None)
+    # With --json stdout holds one object, which is printed in the end.
+    print(f"{door.url}\nCtrl-C ends; every answer is kept", file=sys.stderr if as_json else sys.stdout, flush=True)
+    if config.open:
+        webbrowser.open(door.url)
+    serve(app, listening)
+
+
+def _say_what_is_next(workspace: str, name: str, summary: dict[str, Any]) -> None:
+    command = f"fnpipe review {shlex.quote(workspace)} --edges {shlex.quote(name)} --export answers.parquet"
+    print(shown(f"{summary['answers']:,} answers to {summary['edges']:,} edges; next: {command}", 1000))
+
+
+def _export(workspace: Workspace, stage: Stage, path: str, as_json: bool) -> None:
+    from fnpipe.mining.review.answers import read_answers
+    from fnpipe.pipeline.files import tables
+    from fnpipe.pipeline.files.destination import destination
+
+    target, name = destination(path), stage.name.partition("/")[2]
+    answers = read_answers(workspace, name)
+    if not len(answers):
+        raise InputError(f"edges/{name}: no answers yet; ask for some with `fnpipe review {workspace.root}`")
+    tables.write_table(target, answers)
+    summary = {"export": path, "answers": len(answers)}
+    emit(summary, as_json, lambda: print(f"{len(answers):,} answers: {shown(path)}"))

@@ -10,9 +10,9 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 demo: $(INSTALLED)
 	$(BIN)/fnpipe demo demo-out
 
-# Which tests share a process: `group_of` in tests/conftest.py.
+# Three on two cores, because many tests wait for programs that they start. Which share one: `group_of` in tests/conftest.py.
 test: $(INSTALLED_DEV)
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 3
 
 # mypy does not follow setuptools' editable finder, so it gets the same tree as an install lays down.
 lint: $(INSTALLED_DEV)

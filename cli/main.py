@@ -7,7 +7,9 @@ import io
 import os
 import sys
 import traceback
+from functools import cache
 from types import FrameType
+from typing import Any
 
 import typer
 
@@ -71,12 +73,18 @@ def main() -> None:
     sys.exit(run(sys.argv[1:]))
 
 
+@cache
+def _program() -> Any:
+    """The commands as click has them, made from their signatures once."""
+    return typer.main.get_command(app)
+
+
 def run(arguments: list[str]) -> int:
     """Run one command and return its exit code; a user's mistake becomes one line on stderr."""
 
     # typer carries its own copy of click in some versions; its exceptions are reached through these two.
     click_error = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
-    command = typer.main.get_command(app)
+    command = _program()
     try:
         # Not `command.main`, which would answer Ctrl-C and a closed pipe before us.
         with command.make_context("fnpipe", list(arguments) or ["--help"]) as context:

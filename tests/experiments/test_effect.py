@@ -45,9 +45,9 @@ from effect_regime import (  # noqa: E402
 from effect_report import Measured, Ordering, Results, markdown, orderings, summary  # noqa: E402
 
 MINIMAL = Regime(
-    runs=(Run(1, 0),), shipped=True, train=320, test=40, batch_size=16, epochs=1, small=64, large=320, spaces=(64, 320)
+    runs=(Run(1, 0),), shipped=True, train=192, test=40, batch_size=16, epochs=1, small=64, large=192, spaces=(64, 192)
 )
-ROWS = {name: row for name, row in main_rows(MINIMAL).items() if name in (RANDOM, "grit-320", "oracle-320")}
+ROWS = {name: row for name, row in main_rows(MINIMAL).items() if name in (RANDOM, "grit-192", "oracle-192")}
 
 
 def run_minimal(root: Path) -> dict[str, Any]:
@@ -65,27 +65,27 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
 
 def test_the_json_has_false_negatives_by_search_space_and_retrieval_by_row(finished: tuple[Path, dict[str, Any]]):
     _, told = finished
-    assert list(told["fn_share"]) == [RANDOM, "64", "320", "all"]
+    assert list(told["fn_share"]) == [RANDOM, "64", "192", "all"]
     for metric in ("itm_map", "dual_map"):
         assert list(told[metric]) == ["start", *ROWS]
         for value in told[metric].values():
             assert value["mean"] == pytest.approx(value["per_seed"]["data-1-model-0"])
             assert value["se"] is None
-    assert told["fn_share"]["320"]["mean"] > told["fn_share"][RANDOM]["mean"]
+    assert told["fn_share"]["192"]["mean"] > told["fn_share"][RANDOM]["mean"]
 
 
 def test_every_row_takes_the_same_number_of_steps(finished: tuple[Path, dict[str, Any]]):
     root, _ = finished
     results = root / "results" / "data-1-model-0"
     steps = {name: json.loads((results / f"{name}.json").read_bytes())["steps"] for name in ROWS}
-    assert set(steps.values()) == {20}
+    assert set(steps.values()) == {12}
 
 
 def test_the_tables_name_every_row_and_the_plots_are_there(finished: tuple[Path, dict[str, Any]]):
     root, _ = finished
     tables = (root / "effect.md").read_text()
     assert all(f"| {row} |" in tables for row in ROWS)
-    assert "| (B) ITM mAP@R, M = 320: oracle ECM at least +3 over GRIT |" in tables
+    assert "| (B) ITM mAP@R, M = 192: oracle ECM at least +3 over GRIT |" in tables
     assert sorted(path.name for path in root.glob("*.png")) == ["effect-fn.png", "effect-retrieval.png"]
 
 
@@ -104,7 +104,7 @@ def test_a_finished_benchmark_measures_nothing_again(
 
 def test_what_is_missing_is_measured_again_and_comes_out_as_before(finished: tuple[Path, dict[str, Any]]):
     root, told = finished
-    for name in ("start", "oracle-320"):
+    for name in ("start", "oracle-192"):
         (root / "results" / "data-1-model-0" / f"{name}.json").unlink()
     again = run_minimal(root)
     assert without_seconds(again) == without_seconds(told)
@@ -125,7 +125,7 @@ def test_a_directory_of_another_regime_is_refused(finished: tuple[Path, dict[str
 
 def test_the_oracles_edges_are_positive_exactly_where_the_truth_says_so(finished: tuple[Path, dict[str, Any]]):
     chain = Chain(finished[0], MINIMAL, Run(1, 0))
-    edges = read_edges(chain.workspace.stage("edges/oracle-grit-320-0"))
+    edges = read_edges(chain.workspace.stage("edges/oracle-grit-192-0"))
     true = chain.truth.matches(edges["image_id"].to_numpy(), edges["pair_id"].to_numpy())
     assert 0.005 < true.mean() < 0.6
     assert (codes_in(edges["label"], LABELS) == np.where(true, 2, 0)).all()
@@ -145,10 +145,10 @@ def test_the_oracle_knows_a_caption_by_its_words_and_a_picture_by_its_pixels(fin
 
 def test_ignoring_what_was_mined_is_plain_grit(finished: tuple[Path, dict[str, Any]]):
     chain = Chain(finished[0], MINIMAL, Run(1, 0))
-    ignoring = main_rows(MINIMAL)["ignore-320"]
+    ignoring = main_rows(MINIMAL)["ignore-192"]
     figures = chain.branch("ignore", replace(ignoring, edges="oracle"))
     runs = chain.workspace.root / "runs"
-    ours, plain = (load_model(runs / f"{name}-0/checkpoints/last.safetensors") for name in ("ignore", "grit-320"))
+    ours, plain = (load_model(runs / f"{name}-0/checkpoints/last.safetensors") for name in ("ignore", "grit-192"))
     assert figures["positives"] > 0
     assert all((a == b).all() for a, b in zip(ours.state_dict().values(), plain.state_dict().values(), strict=True))
 

@@ -7,6 +7,7 @@ writing), and ends or halts it just before the one that is asked for.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import importlib
 import json
@@ -211,6 +212,7 @@ class Chain:
             if module not in sys.modules:
                 with suppress(Exception):
                     importlib.import_module(module)
+        _settle()
 
     def _put(self, *states: str) -> None:
         # The place itself may be where a disk is mounted.
@@ -233,6 +235,13 @@ def import_all() -> None:
         importlib.import_module(f"fnpipe.{name}")
     # Imported by its name alone it may take other kernels than the stage, which notes those it had.
     importlib.import_module("fnpipe.mining.graph.load_faiss").load_faiss()
+    _settle()
+
+
+def _settle() -> None:
+    """Have no fork's garbage collector go through what is imported: every page that it touches is copied first."""
+    gc.collect()
+    gc.freeze()
 
 
 # Running and ending

@@ -1,7 +1,11 @@
-"""open_clip's own training program over a tiny model: ``WORK ARGUMENTS...``, as ``python -m open_clip_train.main``."""
+"""open_clip's own training program over a tiny model: ``WORK ARGUMENTS...``, as ``python -m open_clip_train.main``.
+
+Several lists of arguments, apart by ``--``, are as many runs.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -20,4 +24,6 @@ if __name__ == "__main__":
     (work / "tiny.json").write_text(json.dumps(TINY))
     open_clip.add_model_config(work)
     rest = ["--model", "tiny", "--epochs", "1", "--workers", "0", "--device", "cpu", "--precision", "fp32"]
-    main([*sys.argv[2:], *rest, "--warmup", "1", "--logs", str(work / "logs"), "--name", "run"])
+    for number, (_, words) in enumerate(itertools.groupby(sys.argv[2:], "--".__eq__)):
+        if (arguments := list(words)) != ["--"]:
+            main([*arguments, *rest, "--warmup", "1", "--logs", str(work / "logs"), "--name", f"run-{number}"])

@@ -23,3 +23,8 @@ def nearest(word: str, known: list[str]) -> str:
 
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def counted(count: int, one: str, many: str) -> str:
+    """A count with the words that go with it: ``counted(1, "text has", "texts have")``."""
+    return f"{count:,} {one if count == 1 else many}"

@@ -55,12 +55,13 @@ def status(workspace: str, *, quarantine: bool = False) -> dict[str, Any]:
         return {**summary, **_unfinished(root, manifest)}
     opened = Workspace.open(root)
     stages, lost = _stages(opened), _lost(opened)
+    changed = None if lost else _changed_tar(opened)
     summary |= {
-        "state": "sharded",
+        "state": "sharded" if changed is None else f"sharded, but {changed}",
         "counts": finished_summary(root, manifest),
         "lost": lost,
         "stages": [stage.described() for stage in stages],
-        "next": _next_after_loss(root, manifest, lost) if lost else _next(root, stages),
+        "next": _next_after_loss(root, manifest, lost) if lost or changed is not None else _next(root, stages),
     }
     if quarantine:
         summary["quarantine"] = _examples(root)
@@ -76,6 +77,17 @@ def _lost(workspace: Workspace) -> list[str]:
         *(tar for tar in tars if not is_remote(tar) and not os.path.isfile(local_path(tar))),
         *(str(table) for table in tables if not table.is_file()),
     ]
+
+
+def _changed_tar(workspace: Workspace) -> str | None:
+    """What is said of the first tar on a local disk that is not the one that was sharded."""
+    for shard in range(workspace.n_shards):
+        if not is_remote(workspace.shard_url(shard)):
+            try:
+                workspace.tars.require_unchanged(shard)
+            except InputError as error:
+                return str(error)
+    return None
 
 
 def _without_manifest(root: Path) -> dict[str, str]:
@@ -96,9 +108,11 @@ def _unfinished(root: Path, manifest: dict[str, Any]) -> dict[str, str]:
 
 def _next_after_loss(root: Path, manifest: dict[str, Any], lost: list[str]) -> str:
     """Nothing after the sharding can be made of what is not there; equal sources shard to equal bytes."""
-    sources = [tar for tar in lost if tar.endswith(".tar")] if manifest["params"].get("in_place") else []
-    if sources:
-        return f"bring {sources[0]} back: with --in-place the tars are the source"
+    if manifest["params"].get("in_place"):
+        sources = [path for path in lost if path.endswith(".tar")]
+        if sources or not lost:
+            what = sources[0] if sources else "the tar that was sharded"
+            return f"bring {what} back: with --in-place the tars are the source"
     return f"{_shard_command(root, manifest)} --overwrite"
 
 

@@ -38,7 +38,7 @@ def _print_figures(summary: dict[str, Any]) -> None:
     why = " (the default)" if summary["default_split"] else ""
     console.print(f"On {summary['on']}{why}: {summary['images']:,} images, {summary['captions']:,} captions.")
     if summary["left_out"]:
-        console.print(f"{summary['left_out']:,} images were left out: they have no usable picture or embedding.")
+        console.print(f"Left out, without a usable picture or embedding: {summary['left_out']:,} images.")
     for note in summary["notes"]:
         console.print(note)
     columns = [(title, key) for title, key in _COLUMNS if f"tr_{key}" in summary["dual"]]

@@ -117,11 +117,11 @@ def _render_plan(plan: Forecast) -> None:
 
 def _render_summary(workspace: str, summary: MineSummary, too_sure: str | None = None) -> None:
     labels = summary.labels
-    taken_over = f" ({summary.known:,} of them taken over)" if summary.known else ""
+    taken_over = f" + {summary.known:,} taken over" if summary.known else ""
     print(
         f"edges/{shown(summary.edges)}: {summary.unique_combinations:,} unique combinations = "
-        f"{summary.judgements:,} judged{taken_over} + {summary.identity:,} by identity + {summary.undecodable:,} whose "
-        "picture does not decode"
+        f"{summary.judgements - summary.known:,} judged{taken_over} + {summary.identity:,} by identity + "
+        f"{summary.undecodable:,} whose picture does not decode"
     )
     print(
         f"{labels['positive']:,} positive ({summary.positives['discriminator']:,} found by the discriminator), "

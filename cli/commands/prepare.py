@@ -93,4 +93,4 @@ def _holds(step: Made) -> str:
         plan = f"{told['epochs']} epochs of {told['batches']:,} batches of {told['batch_size']}"
         return ", ".join([plan, *apart])
     known = f", {told['known']:,} taken over" if told["known"] else ""
-    return f"{told['judgements']:,} judged{known}; {told['labels']['positive']:,} positive"
+    return f"{told['judgements'] - told['known']:,} judged{known}; {told['labels']['positive']:,} positive"

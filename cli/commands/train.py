@@ -104,7 +104,7 @@ def _print_training(workspace: str, summary: dict[str, Any]) -> None:
         f"{summary['steps']:,} steps, {summary['seconds']:,.0f} s. Last step: {losses}."
     )
     if summary.get("unreadable"):
-        console.print(f"{summary['unreadable']:,} rows were left out: their pictures cannot be decoded.")
+        console.print(f"Left out, since their pictures cannot be decoded: {summary['unreadable']:,} rows.")
     for note in summary.get("notes", ()):
         console.print(f"{note}.")
     console.print(f"Next: fnpipe evaluate {shown(shlex.quote(workspace))} --run {shown(shlex.quote(summary['run']))}")

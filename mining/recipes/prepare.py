@@ -6,7 +6,7 @@ Each step is a stage, which a killed run goes on with, and which a finished one 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fnpipe.mining.connections.config import MineConfig
@@ -53,11 +53,14 @@ def prepare(workspace: Workspace, config: PrepareConfig, con_d: AnyDiscriminator
     """Run the steps of the recipe that are not finished.
 
     Raises:
-        InputError: as the stages say; or a graph with fewer neighbours than are judged.
+        InputError: as the stages say; a graph with fewer neighbours than are judged; or a plan made from edges that
+            have other labels by now.
     """
     stages = _stages(workspace, config)
     if short := short_of_neighbours(workspace, stages):
         raise InputError(short)
+    if not config.overwrite:
+        _require_labels(workspace, stages)
     return [Made(stage.name, _run(workspace, step, con_d)) for stage, step in stages]
 
 
@@ -80,7 +83,31 @@ def _stages(workspace: Workspace, config: PrepareConfig) -> list[tuple[Stage, St
         else f"{'edges' if isinstance(step, MineConfig) else 'groups'}/{step.name}"
         for step in steps
     ]
-    return list(zip(map(workspace.stage, names), steps, strict=True))
+    stages = map(workspace.stage, names)
+    return [(stage, _as_labelled(stage, step)) for stage, step in zip(stages, steps, strict=True)]
+
+
+def _as_labelled(stage: Stage, step: Step) -> Step:
+    """The step with the thresholds of finished edges: those that were relabelled are the recipe's all the same."""
+    meta = stage.meta() or {}
+    if not isinstance(step, MineConfig) or step.overwrite or not meta.get("complete"):
+        return step
+    return replace(step, **{key: meta["params"].get(key) for key in ("tau_low", "tau_high", "positive_share")})
+
+
+def _require_labels(workspace: Workspace, stages: list[tuple[Stage, Step]]) -> None:
+    """Refuse a finished plan whose edges were relabelled since; what it avoids goes by their labels."""
+    for stage, step in stages:
+        if not isinstance(step, GroupConfig) or step.edges is None:
+            continue
+        edges, meta = workspace.stage(f"edges/{step.edges}"), stage.meta() or {}
+        if (edges.meta() or {}).get("complete") and meta.get("inputs", {}).get(
+            edges.name, edges.digest
+        ) != edges.digest:
+            raise InputError(
+                f"{stage.path}: made from {edges.name} with other labels than it has now; relabel that back, or run "
+                "`fnpipe prepare` again with --overwrite"
+            )
 
 
 def short_of_neighbours(workspace: Workspace, stages: list[tuple[Stage, Step]]) -> str | None:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.digests import content_digest
 from fnpipe.pipeline.files.tables import gc_paused
@@ -107,7 +107,7 @@ def read_sources(sources: list[Source], how: ReadOptions, workers: Workers, spoo
         if not len(rows):
             raise InputError(f"{source.path}: no rows in it")
         table, notes = read_texts(rows.table(), how.captions)
-        chosen = [f"in {count:,} rows {choice}" for choice, count in source.choices.items()]
+        chosen = [f"in {counted(count, 'row', 'rows')} {choice}" for choice, count in source.choices.items()]
         source.say([*chosen, *notes, *unused_folders_note(table)])
         tables.append(table if how.split is None else rows_of_split(source.path, table, how.split))
     return Plan(sources, pa.concat_tables(tables))

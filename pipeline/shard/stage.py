@@ -17,7 +17,7 @@ from typing import Any
 
 import pyarrow.compute as pc
 
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.files import atomic, tables
 from fnpipe.pipeline.files.urls import absolute, is_remote
 from fnpipe.pipeline.machine.processes import Workers, available_cpus
@@ -84,7 +84,8 @@ def finished_summary(root: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     """
     summary = _summary_of(root, manifest)
     left_out = sum(manifest["counts"].get("quarantined", {}).values())
-    again = [f"{left_out:,} rows were left out; if their files are there now, --overwrite reads them again"]
+    rows = counted(left_out, "row was", "rows were")
+    again = [f"{rows} left out; if their files are there now, --overwrite reads them again"]
     return {**summary, "notes": [*summary["notes"], *(again if left_out else [])]}
 
 
@@ -229,7 +230,7 @@ def _untrained(splits: Counter[str]) -> list[str]:
     """Notes on splits like Karpathy's ``restval``, neither trained on nor held out, and where nothing is trained on."""
     notes = [] if "train" in splits else [f"no pair is in the split 'train': all are in {', '.join(sorted(splits))}"]
     return notes + [
-        f"{count:,} pairs are in the split {name!r}, which training leaves out"
+        f"{counted(count, 'pair is', 'pairs are')} in the split {name!r}, which training leaves out"
         for name, count in sorted(splits.items())
         if name not in _USUAL_SPLITS
     ]
@@ -238,7 +239,8 @@ def _untrained(splits: Counter[str]) -> list[str]:
 def _straddling(pictures: Counter[tuple[str, ...]]) -> list[str]:
     """A note on pictures of which copies are trained on and others evaluated."""
     return [
-        f"{count:,} pictures stand in the splits {' and '.join(names)} at once (equal bytes)"
+        f"{counted(count, 'picture stands', 'pictures stand')} in the splits {' and '.join(names)} at once "
+        "(equal bytes)"
         for names, count in sorted(pictures.items())
     ]
 

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.files.tables import BATCH_ROWS
 from fnpipe.pipeline.sources.rows import caption_texts
 
@@ -76,13 +76,18 @@ def read_texts(rows: pa.Table, way: str | None) -> tuple[pa.Table, list[str]]:
     notes = []
     if lines and way != LINES:
         notes.append(
-            f"{lines:,} texts have several lines, and each became one caption; --captions lines takes every line as one"
+            f"{counted(lines, 'text has', 'texts have')} several lines, and each became one caption; --captions lines "
+            "takes every line as one"
         )
     if lists and way != JSON:
-        notes.append(f"{lists:,} texts are lists, and each became one caption; --captions json takes what they list")
+        notes.append(
+            f"{counted(lists, 'text is a list', 'texts are lists')}, and each became one caption; --captions json "
+            "takes what they list"
+        )
     elif lists:
         notes.append(
-            f"{lists:,} texts look like lists, but neither as JSON nor as Python writes them; each is one caption"
+            f"{counted(lists, 'text looks like a list', 'texts look like lists')}, but neither as JSON nor as Python "
+            "writes them; each is one caption"
         )
     return rows, notes
 

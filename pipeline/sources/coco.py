@@ -8,7 +8,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.files.tables import BATCH_ROWS, TablePacker
 from fnpipe.pipeline.files.text import open_text
 from fnpipe.pipeline.files.urls import parent
@@ -111,7 +111,7 @@ class _Document:
         self._rows.require_fields(self._path, self._image, self._caption)
         alone = len(images) - len(pc.unique(found.drop_null()))
         if alone:
-            source.say([f"{alone:,} images without a caption"])
+            source.say([f"{counted(alone, 'image', 'images')} without a caption"])
 
     def _add_annotations(self, part: pa.Table, where: list[int | None], files: list[str | None]) -> None:
         columns = (part["image_id"].to_pylist(), part["caption"].to_pylist(), part["id"].to_pylist())

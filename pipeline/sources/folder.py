@@ -10,7 +10,7 @@ import os
 from collections import Counter
 from typing import Any
 
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.files.text import composed, open_binary
 from fnpipe.pipeline.files.urls import exists, join, walk
 from fnpipe.pipeline.sources.csv import read_table
@@ -56,7 +56,7 @@ def read_folder(source: Source, how: ReadOptions, rows: RowBuilder, tools: Tools
     )
     if how.image_root is None:
         alone = len(set(map(composed, pictures)).difference(map(composed, rows.image_paths())))
-        source.say([f"{alone:,} images without a caption"] if alone else [])
+        source.say([f"{counted(alone, 'image', 'images')} without a caption"] if alone else [])
 
 
 def _picture_splits(source: Source, pictures: list[str]) -> dict[str, str | None]:
@@ -70,9 +70,8 @@ def _picture_splits(source: Source, pictures: list[str]) -> dict[str, str | None
         return {composed(name): split for name, split in found.of.items()}
     telling = [name for name, split in found.of.items() if split is not None]
     if telling:
-        source.say(
-            [f"{len(telling):,} images are named after a split (the first {telling[0]!r}), others not: not used"]
-        )
+        images = counted(len(telling), "image is", "images are")
+        source.say([f"{images} named after a split (the first {telling[0]!r}), others not: not used"])
     else:
         source.say(found.notes)
     return {}

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.files.text import composed
 from fnpipe.pipeline.sources.source import Source
 
@@ -149,7 +149,8 @@ def conflict_notes(conflicts: int) -> list[str]:
     """A note on rows whose column and file disagree."""
     if not conflicts:
         return []
-    return [f"{conflicts:,} rows have another split in their column {SPLIT_COLUMN!r} than by name; the column counts"]
+    have = counted(conflicts, "row has", "rows have")
+    return [f"{have} another split in the column {SPLIT_COLUMN!r} than by name; the column counts"]
 
 
 def member_splits(source: Source, folder: str) -> dict[str, str | None]:
@@ -177,7 +178,7 @@ def unused_folders_note(rows: pa.Table) -> list[str]:
         return []
     count = pc.sum(pc.is_in(pc.replace_substring_regex(paths, "[^/]*$", ""), value_set=pa.array(held_out, paths.type)))
     return [
-        f"{count.as_py():,} rows count as train, though their pictures lie in folders like {held_out[0]!r}; "
+        f"{counted(count.as_py(), 'row counts', 'rows count')} as train, though a folder is called {held_out[0]!r}; "
         f"give them a column {SPLIT_COLUMN!r}, or leave them out"
     ]
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from string import hexdigits
 from typing import Any
 
 from fnpipe.pipeline.errors import InputError
@@ -236,13 +237,10 @@ class RecordedDirectory:
             before, now = meta[part], wanted[part]
             for key in sorted(before.keys() | now.keys()):
                 if before.get(key) != now.get(key):
-                    what = key if part == "params" else f"input {key}"
                     # A graph is named after its embeddings; everything else has a name of its own.
                     other = "" if self.name.startswith("graph/") else "use another --name, or "
-                    raise InputError(
-                        f"{self.path}: started with {what} {_show(before.get(key))}, now {_show(now.get(key))}; "
-                        f"{other}--overwrite to start afresh"
-                    )
+                    what = _difference(key, before.get(key), now.get(key), of_input=part == "inputs")
+                    raise InputError(f"{self.path}: {what}; {other}--overwrite to start afresh")
 
 
 def _files(folder: Path) -> set[str]:
@@ -279,6 +277,24 @@ def _parsed(path: Path, state: tuple[int, int, int]) -> dict[str, Any]:
     return value
 
 
+def _difference(key: str, before: Any, now: Any, *, of_input: bool) -> str:
+    """What is another than a stage was started with; of digests, which say nothing to people, whose they are."""
+    if of_input and None not in (before, now):
+        return f"started from another state of {key}"
+    if isinstance(before, dict) and isinstance(now, dict) and before.keys() == now.keys():
+        changed = next(name for name in before if before[name] != now[name])
+        if all(_is_digest(value) for value in (before[changed], now[changed])):
+            return f"started with another state of {key} ({changed})"
+        return f"started with {key} {changed} {_show(before[changed])}, now {_show(now[changed])}"
+    return f"started with {'input ' if of_input else ''}{key} {_show(before)}, now {_show(now)}"
+
+
+def _is_digest(value: Any) -> bool:
+    return isinstance(value, str) and len(value) >= 32 and set(value) <= set(hexdigits)
+
+
 def _show(value: Any) -> str:
-    text = "nothing" if value is None else str(value)
+    if isinstance(value, dict):
+        value = ", ".join(map(str, value)) or None
+    text = "nothing" if value is None else "another" if _is_digest(value) else str(value)
     return text if len(text) <= 60 else text[:57] + "..."

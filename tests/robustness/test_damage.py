@@ -25,6 +25,7 @@ from fnpipe.pipeline.files.destination import destination, new_directory
 from fnpipe.pipeline.made_by import make_again
 from fnpipe.pipeline.shard.stage import ShardConfig, shard
 from fnpipe.pipeline.workspace.workspace import Workspace
+from fnpipe.train.status import status
 
 
 def flip(path: Path, at: int, bit: int = 0) -> None:
@@ -254,3 +255,13 @@ def test_a_new_directory_is_whole_or_not_there(tmp_path: Path):
     assert (tmp_path / "out").is_symlink()
     with pytest.raises(InputError, match="holds something"), new_directory(tmp_path / "out", "fnpipe export"):
         pass
+
+
+def test_status_says_what_helps_where_a_tar_is_another(make_pairs: MakePairs, tmp_path: Path):
+    source = make_pairs(4)
+    shard([str(source)], str(tmp_path / "ws"), ShardConfig())
+    tar = tmp_path / "ws" / "shards" / "00000.tar"
+    tar.write_bytes(tar.read_bytes() + b"\0" * 512)
+    found = status(str(tmp_path / "ws"))
+    assert found["state"].startswith(f"sharded, but {tar}: ")
+    assert found["next"] == f"fnpipe shard {source} {tmp_path / 'ws'} --overwrite"

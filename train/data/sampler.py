@@ -131,14 +131,19 @@ class PairDataset(Dataset[tuple[Any, Any, int, int]]):
         """The pairs of a batch, read and tokenised at once; a DataLoader asks for them so.
 
         Raises:
-            InputError: a picture cannot be decoded.
+            InputError: a picture cannot be decoded, or the tokenizer does not give a row for each caption.
         """
         ids = np.asarray(pair_ids, np.int64)
         image_ids = self._samples.image_of[ids]
         pictures = [self._picture(*one) for one in zip(image_ids, self._samples.decode(image_ids), strict=True)]
         texts: Sequence[Any] = self._samples.texts(ids)
         if self._tokenizer is not None:
-            texts = self._tokenizer(list(texts))
+            captions, texts = texts, self._tokenizer(list(texts))
+            if len(texts) != len(captions):
+                raise InputError(
+                    f"tokenizer gave {len(texts)} rows for {len(captions)} captions; it is asked for a whole list at "
+                    "once, as open_clip's are: wrap one that takes a single caption"
+                )
         return list(zip(pictures, texts, image_ids.tolist(), ids.tolist(), strict=True))
 
     def _picture(self, image_id: int, rgb: np.ndarray | None) -> Any:

@@ -67,7 +67,7 @@ class Queries:
         notes = []
         if len(self.copies):
             notes.append(
-                f"{len(self.copies):,} images of {self.on} are copies of others; "
+                f"{len(self.copies):,} of the images of {self.on} repeat another's bytes; "
                 f"images of equal bytes count as one picture: {len(self.image_ids):,} pictures"
             )
         repeated = len(self.caption_codes) - len(np.unique(self.caption_codes))

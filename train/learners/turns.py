@@ -46,11 +46,16 @@ def _parse(groups: str, known: Sequence[str]) -> list[tuple[str, int | None]]:
     """Names and epochs of ``groups``; the name of a plan, and a text without colon and comma, stands for itself."""
     if groups in known or not re.search(r",|:\d*\s*$", groups):
         return [(groups, None)]
-    parts = [re.fullmatch(r"\s*(.+?)\s*:\s*([1-9]\d{0,8})\s*", part) for part in groups.split(",")]
-    named = [(part[1], int(part[2])) for part in parts if part is not None]
-    if len(named) < len(parts):
-        raise InputError(f"groups is {groups}; a plan, or several with the epochs that each serves, as {_EXAMPLE}")
-    return [*named]
+    named: list[tuple[str, int | None]] = []
+    for part in groups.split(","):
+        read = re.fullmatch(r"\s*(.+?)\s*:\s*([1-9]\d{0,8})\s*", part)
+        if read is None:
+            raise InputError(
+                f"groups is {groups}; {part.strip()!r} is no plan with the number of epochs that it serves, from 1, as "
+                f"in {_EXAMPLE}"
+            )
+        named.append((read[1], int(read[2])))
+    return named
 
 
 def _check(turns: Sequence[Turn], config: TrainConfig) -> None:

@@ -79,7 +79,10 @@ def architecture_layout(name: str, *, captions: bool = False) -> dict[str, Any]:
 
     layout = open_clip.get_model_config(name) if name in open_clip.list_models() else None
     if layout is None:
-        raise InputError(f"no model {name!r} in open_clip's list{nearest(name, open_clip.list_models())}")
+        raise InputError(
+            f"no model {name!r} in open_clip's list{nearest(name, open_clip.list_models())}; open_clip.list_models() "
+            "has all, and open_clip.add_model_config(FILE) adds one"
+        )
     if layout["text_cfg"].get("hf_model_name"):
         raise InputError(
             f"{name}: its text tower is a transformers model; take one with open_clip's own, such as ViT-B-32"

@@ -136,6 +136,22 @@ def test_a_forecast_writes_nothing_and_says_what_is_finished_and_at_most_ahead(w
     assert "judging: about 0 seconds" in capsys.readouterr().out
 
 
+def test_edges_that_were_relabelled_stay_and_a_plan_made_from_those_says_so(workspace: Workspace, capsys):
+    assert prepare(workspace) == 0
+    assert run(["relabel", str(workspace.root), "--edges", "avoid", "--tau-high", "0.9"]) == 0
+    held = files(workspace.root)
+    assert prepare(workspace) == 0
+    assert files(workspace.root) == held
+    assert run(["relabel", str(workspace.root), "--edges", "avoid-near", "--tau-low", "0.6"]) == 0
+    capsys.readouterr()
+    assert prepare(workspace) == 2
+    assert (
+        "made from edges/avoid-near with other labels than it has now; relabel that back, or" in capsys.readouterr().err
+    )
+    assert run(["relabel", str(workspace.root), "--edges", "avoid-near"]) == 0
+    assert prepare(workspace) == 0
+
+
 class Killed(BaseException):
     """Passes what a program catches, as the end of a process does."""
 

@@ -574,7 +574,7 @@ def test_pictures_that_came_later_are_spoken_of_where_nothing_is_read_again(make
     picture.write_bytes(data)
     again = shard(*words)
     assert again["already_finished"]
-    note = "1 rows were left out; if their files are there now, --overwrite reads them again"
+    note = "1 row was left out; if their files are there now, --overwrite reads them again"
     assert again["notes"][-1] == note
     assert status(str(tmp_path / "workspace"))["counts"]["notes"] == [note]
     assert shard(*words, overwrite=True)["kept"] == 4

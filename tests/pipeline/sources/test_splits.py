@@ -201,7 +201,7 @@ def test_a_column_that_contradicts_the_file_s_name_counts_and_is_told(tmp_path: 
     write_parquet(tmp_path / "test.parquet", ["a", "b"], split=["train", "test"])
     pairs, notes = shard_pairs(tmp_path / "test.parquet", tmp_path)
     assert [pair["split"] for pair in pairs] == ["train", "test"]
-    assert any("1 rows have another split in their column" in note for note in notes)
+    assert any("1 row has another split in the column" in note for note in notes)
 
 
 def test_a_folder_above_the_source_tells_nothing(tmp_path: Path):
@@ -217,7 +217,7 @@ def test_folders_in_the_paths_of_a_table_are_told(tmp_path: Path):
     (tmp_path / "pairs.csv").write_text("image,caption\ntrain/a.png,one\ntest/a.png,two\n")
     pairs, notes = shard_pairs(tmp_path / "pairs.csv", tmp_path)
     assert {pair["split"] for pair in pairs} == {"train"}
-    assert any(note.startswith("pairs.csv: 1 rows count as train") for note in notes)
+    assert any(note.startswith("pairs.csv: 1 row counts as train") for note in notes)
 
 
 def test_a_source_that_is_all_held_out_says_so(tmp_path: Path):
@@ -238,7 +238,7 @@ def test_a_holdout_is_drawn_from_what_the_source_trains_on(tmp_path: Path):
 
 def test_copies_of_a_picture_in_two_splits_are_told(tmp_path: Path):
     _, notes = shard_pairs(CASES / "16-pictures-of-two-splits" / "copies", tmp_path)
-    assert "1 pictures stand in the splits test and train at once (equal bytes)" in notes
+    assert "1 picture stands in the splits test and train at once (equal bytes)" in notes
 
 
 def test_every_caption_of_a_picture_keeps_its_split(tmp_path: Path):

@@ -86,10 +86,30 @@ def test_a_finished_stage_has_nothing_to_do_and_other_parameters_are_refused(mak
     assert not stage.begin({"search_space": 96}, {"pairs": "a"})
     with pytest.raises(InputError, match="started with search_space 96, now 192"):
         stage.begin({"search_space": 192}, {"pairs": "a"})
-    with pytest.raises(InputError, match="input pairs"):
+    with pytest.raises(InputError, match="started from another state of pairs"):
         stage.begin({"search_space": 96}, {"pairs": "b"})
+    with pytest.raises(InputError, match="started with input edges/e nothing, now b"):
+        stage.begin({"search_space": 96}, {"pairs": "a", "edges/e": "b"})
     assert stage.begin({"search_space": 192}, {"pairs": "a"}, overwrite=True)
     assert not (stage.path / "out").exists()
+
+
+def test_what_differs_is_said_in_words_and_digests_are_not_shown(make_workspace: MakeWorkspace):
+    stage = make_workspace().stage("edges/e")
+    digests = ["a" * 64, "b" * 64]
+    params = {"graph": {"16": digests[0]}, "discriminator": {"kind": "itm", "weights": digests[0]}}
+    stage.begin(params, {})
+    for other, words in (
+        ({"graph": {"16": digests[1]}}, r"started with another state of graph \(16\); use"),
+        ({"graph": {"8": digests[0]}}, "started with graph 16, now 8; use"),
+        ({"graph": None}, "started with graph 16, now nothing; use"),
+        (
+            {"discriminator": {"kind": "blip", "weights": digests[0]}},
+            "started with discriminator kind itm, now blip; use",
+        ),
+    ):
+        with pytest.raises(InputError, match=words):
+            stage.begin({**params, **other}, {})
 
 
 def test_an_overwritten_stage_goes_out_of_the_way_whole_and_what_is_left_of_it_is_swept(

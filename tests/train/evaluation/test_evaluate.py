@@ -165,7 +165,7 @@ def test_copies_of_a_picture_and_of_a_text_are_right_with_what_any_of_them_is_re
     found = evaluate_model(workspace, model, queries, rerank=False, quiet=True)
     assert (found["images"], found["captions"], found["copies"]) == (3, 4, 1)
     assert found["notes"] == [
-        "1 images of all are copies of others; images of equal bytes count as one picture: 3 pictures",
+        "1 of the images of all repeat another's bytes; images of equal bytes count as one picture: 3 pictures",
         "1 of the 4 captions of all repeat another's text; a text is right for every picture that it is recorded with",
     ]
 

@@ -47,7 +47,7 @@ def test_open_clip_s_own_loop_trains_on_planned_batches_with_mined_positives(wor
 
     monkeypatch.setattr(fnpipe.MinedClipLoss, "_targets", noting)
     scope: dict[str, object] = {}
-    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text().partition("## sentence-")[0], re.DOTALL):
+    for code in re.findall(r"```python\n(.*?)```", PAGE.read_text().partition("## Arrays alone")[0], re.DOTALL):
         exec(compile(code.replace("ViT-B-32", "tiny"), str(PAGE), "exec"), scope)
     # Two epochs of two batches in open_clip's loop, then two in the loop of the page.
     assert len(judged) == 6

@@ -85,7 +85,7 @@ def test_a_picture_with_two_text_files_is_counted(folder: Path):
         (folder / f"{number}.txt").write_text(f"picture {number}")
     (folder / "1.json").write_text(json.dumps({"caption": "another"}))
     assert notes_of(folder) == [
-        "in 1 rows the caption is taken from the .txt file, and another text file has that name too"
+        "in 1 row the caption is taken from the .txt file, and another text file has that name too"
     ]
 
 
@@ -114,7 +114,7 @@ def test_tars_whose_texts_agree_are_no_choice(tmp_path: Path):
 def test_tars_say_what_else_their_samples_hold(tmp_path: Path):
     write_tar(tmp_path / "a.tar", sample(0, syn_text=["a red box"]) | {"0.jpg": png(flat_colour(9))} | sample(1))
     assert notes_of(tmp_path / "a.tar") == [
-        "in 1 rows the image is taken from .png, not from .jpg",
+        "in 1 row the image is taken from .png, not from .jpg",
         "in 2 rows the caption is taken from the .txt, not from the .json's 'syn_text'; "
         "--caption-column json:FIELD names another",
     ]

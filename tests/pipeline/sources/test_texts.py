@@ -41,7 +41,7 @@ def test_a_text_of_several_lines_is_one_caption_and_a_note_or_a_caption_a_line(n
     captions, notes = sharded(CASE / name, tmp_path / "one")
     assert captions == [" ".join(THREE)]
     assert notes == [
-        f"{name}: 1 texts have several lines, and each became one caption; --captions lines takes every line as one"
+        f"{name}: 1 text has several lines, and each became one caption; --captions lines takes every line as one"
     ]
     capsys.readouterr()
     assert run(["status", str(tmp_path / "one")]) == 0
@@ -106,7 +106,7 @@ def test_a_list_without_a_text_is_set_aside_for_what_it_is():
 
 def test_what_is_no_list_after_all_is_said():
     assert read_texts(rows_of("['one' 'two']"), "json")[1] == [
-        "1 texts look like lists, but neither as JSON nor as Python writes them; each is one caption"
+        "1 text looks like a list, but neither as JSON nor as Python writes them; each is one caption"
     ]
 
 
@@ -123,7 +123,8 @@ def has_several_lines(text: str) -> bool:
 def test_texts_of_several_lines_are_counted_as_a_loop_counts_them(captions: list[object]):
     expected = sum(has_several_lines(text) for one in captions for text in ([one] if isinstance(one, str) else one))
     notes = [note for note in read_texts(rows_of(*captions), None)[1] if "lines" in note]
-    assert notes == [] if not expected else notes[0].startswith(f"{expected} texts have several lines")
+    said = "1 text has" if expected == 1 else f"{expected} texts have"
+    assert notes == [] if not expected else notes[0].startswith(f"{said} several lines")
 
 
 @given(st.lists(st.text(min_size=1), min_size=2), st.booleans())

@@ -29,7 +29,7 @@ SCRIPT = ROOT / "tools" / "robustness" / "fuzz.py"
 
 
 def test_a_few_inputs_of_every_reader_end_in_one_line():
-    found = subprocess.run([sys.executable, str(SCRIPT), "--inputs", "140"], capture_output=True, text=True)
+    found = subprocess.run([sys.executable, str(SCRIPT), "--inputs", "210"], capture_output=True, text=True)
     report = json.loads(found.stdout.splitlines()[-1])
     assert report["failed"] == [], found.stdout
     assert all(report["by_target"].values())

@@ -9,13 +9,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 
 from fnpipe.cli.commands.demo import first_look
 from fnpipe.cli.main import run
+from fnpipe.mining.data.truth import Truth
+from fnpipe.mining.edges.reader import read_edges
 from fnpipe.mining.recipes.config import PrepareConfig
 from fnpipe.mining.recipes.prepare import forecast
+from fnpipe.mining.review.estimate import (
+    NO,
+    NOT_ANSWERED,
+    YES,
+    Answers,
+    Precision,
+    lowest_threshold,
+    precision_above,
+)
+from fnpipe.mining.review.sample import review_sample
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.demo import DemoConfig, run_demo
@@ -150,6 +164,32 @@ def test_the_lines_it_proposes_run_as_they_stand(
     for line in lines:
         shown = subprocess.run(line, shell=True, check=True, capture_output=True, text=True).stdout
         assert "positive" in shown
+
+
+def test_300_answers_about_its_edges_tell_their_precision(finished: tuple[Path, dict, list[str]]):
+    """By a reviewer who knows the truth; other repeats ask about other edges."""
+    workspace = Workspace.open(finished[0])
+    edges = read_edges(workspace.stage("edges/itm"), ["image_id", "pair_id", "match_probability", "source"])
+    edges = edges.filter(pc.equal(pc.cast(edges["source"], "string"), "discriminator"))
+    image_id, pair_id, p = (edges[name].to_numpy() for name in ("image_id", "pair_id", "match_probability"))
+    true = Truth.read(str(finished[0] / "scenes" / "truth.parquet"), workspace).matches(image_id, pair_id)
+    held, reached = 0, 0
+    for repeat in range(100):
+        number = np.random.default_rng(repeat).permutation(len(p)).astype(np.uint64)
+        rows = review_sample(p, number, 300).rows
+        verdict = np.full(len(p), NOT_ANSWERED, np.int8)
+        verdict[rows] = np.where(true[rows], YES, NO)
+        answers = Answers.of(p, number, verdict)
+        held += within(precision_above(answers, 0.8), p, true)
+        target = lowest_threshold(answers, 0.9) if repeat < 20 else None
+        reached += target is not None and target.precision >= 0.9 and within(target, p, true)
+    assert held >= 93
+    assert reached >= 18
+
+
+def within(found: Precision, p: np.ndarray, true: np.ndarray) -> bool:
+    share = true[p > np.float32(found.threshold)].mean()
+    return bool(found.low - 1e-9 <= share <= found.high + 1e-9)
 
 
 def test_with_json_standard_output_is_the_summary_alone(

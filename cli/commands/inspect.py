@@ -11,7 +11,7 @@ from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit
 from fnpipe.cli.options import Given, flags_of
 from fnpipe.mining.review.config import ReviewConfig, login
 from fnpipe.mining.views.config import InspectConfig
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.machine.shown import shown
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 
+# How a label reads that the discriminator did not give.
+_SHOWN_LABEL = {"identity": "identity", "review": "{} (people)"}
 # Characters of a name or caption in a table.
 CELL = 200
 
@@ -103,7 +105,7 @@ def _render_view(view: EdgeView, name: str) -> None:
             Text(shown(row.caption, CELL) + (f" ({row.pairs} pairs)" if row.pairs > 1 else "")),
             Text(f"{row.match_probability:.3f}"),
             Text(f"{row.similarity:.3f}"),
-            Text(row.label if row.source == "discriminator" else "identity", style=colours[row.label]),
+            Text(_SHOWN_LABEL.get(row.source, "{}").format(row.label), style=colours[row.label]),
         ]
         table.add_row(
             *cells, *([Text("yes", style="green") if row.true else Text("no", style="red")] if marked else [])
@@ -157,6 +159,13 @@ def review_command(workspace: WorkspaceArgument, *, given: Given, as_json: JsonF
     if config.export is not None:
         _export(opened, stage, config.export, as_json)
         return
+    if config.summary:
+        from fnpipe.mining.review.verdicts import findings
+
+        with reading(opened, {stage.name: stage.digest}, "fnpipe review"):
+            found = findings(stage)
+        emit(found, as_json, lambda: _render_findings(workspace, stage.name, found))
+        return
     _require_server()
     from fnpipe.mining.review.session import open_review
 
@@ -165,8 +174,8 @@ def review_command(workspace: WorkspaceArgument, *, given: Given, as_json: JsonF
         with reading(opened, {stage.name: stage.digest}, "fnpipe review"):
             review = open_review(opened, stage, config)
         _serve(review, config, as_json)
-    summary = review.summary()
-    emit(summary, as_json, lambda: _say_what_is_next(workspace, review.name, summary))
+    summary = review.findings()
+    emit(summary, as_json, lambda: _render_findings(workspace, stage.name, summary))
 
 
 def _require_server() -> None:
@@ -192,9 +201,42 @@ def _serve(review: Review, config: ReviewConfig, as_json: bool) -> None:
     serve(app, listening)
 
 
-def _say_what_is_next(workspace: str, name: str, summary: dict[str, Any]) -> None:
-    command = f"fnpipe review {shlex.quote(workspace)} --edges {shlex.quote(name)} --export answers.parquet"
-    print(shown(f"{summary['answers']:,} answers to {summary['edges']:,} edges; next: {command}", 1000))
+def _render_findings(workspace: str, name: str, found: dict[str, Any]) -> None:
+    who = ", ".join(shown(reviewer) for reviewer in found["reviewers"]) or "nobody"
+    answers, edges = (counted(found[key], one, f"{one}s") for key, one in (("answers", "answer"), ("edges", "edge")))
+    print(f"{shown(name)}: {answers} to {edges}, by {who}")
+    if not found["answers"]:
+        return
+    _render_precision(found["told"], found["tau_high"])
+    if unsure := found["told"][0]["unsure"]:
+        print(f"{counted(unsure, 'edge', 'edges')} left out, as people are unsure or do not agree")
+    if found["waiting"]:
+        print(f"{counted(found['waiting'], 'answer waits', 'answers wait')} until those before are given: ask again")
+    for pair in found["agreement"]:
+        names = " and ".join(shown(reviewer) for reviewer in pair["reviewers"])
+        print(f"{names} both answered {counted(pair['edges'], 'edge', 'edges')}: kappa {_share(pair['kappa'])}")
+    command = f"fnpipe relabel {shlex.quote(workspace)} --edges {shlex.quote(name.partition('/')[2])}"
+    print(shown(f"next: {command} --target-precision 0.9", 1000))
+
+
+def _render_precision(told: list[dict[str, Any]], tau_high: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for column in ("p above", "edges", "answered", "precision", "95 % interval", "yes at p"):
+        table.add_column(column, justify="right")
+    for at in told:
+        if at["edges"]:
+            mark = " (labels)" if at["threshold"] == tau_high else ""
+            counts = (f"{at['threshold']:g}{mark}", f"{at['edges']:,}", f"{at['answered']:,}")
+            interval = f"{_share(at['low'])} to {_share(at['high'])}"
+            table.add_row(*counts, _share(at["precision"]), interval, _share(at["yes_at"]))
+    Console(width=None if sys.stdout.isatty() else 120, markup=False).print(table)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
 
 
 def _export(workspace: Workspace, stage: Stage, path: str, as_json: bool) -> None:

@@ -19,6 +19,7 @@ from fnpipe.train.judges.specs import UNCALIBRATED, embeddings_for, load_discrim
 if TYPE_CHECKING:
     from fnpipe.mining.connections.forecast import Forecast
     from fnpipe.mining.connections.stage import MineSummary
+    from fnpipe.mining.review.estimate import Precision
 
 
 TauHighOption = Annotated[float | None, typer.Option(help="Positive above this probability. Default: 0.8.")]
@@ -72,20 +73,39 @@ def relabel_command(
     positive_share: Annotated[
         float | None, typer.Option(help="Instead: this share, the most probable, positive and the rest negative.")
     ] = None,
+    target_precision: Annotated[
+        float | None,
+        typer.Option(help="Instead: the lowest threshold whose precision, by people's answers, is this or more."),
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Move the thresholds of edges, without judging anything again.
+    """Move the thresholds of edges, without judging anything again. What people answered stands as they did.
 
     Example: fnpipe relabel work --edges itm --tau-high 0.9 --tau-low 0.6
     """
     from fnpipe.mining.connections.stage import summarise
-    from fnpipe.mining.edges.relabel import relabel
+    from fnpipe.mining.review.verdicts import relabel_by_people
     from fnpipe.pipeline.workspace.workspace import Workspace
 
     taus = {"tau_low": MineConfig.tau_low, "tau_high": MineConfig.tau_high}
     taus |= _thresholds(tau_low, tau_high, positive_share)
-    summary = summarise(relabel(Workspace.open(workspace), edges, **taus, positive_share=positive_share))
-    emit(asdict(summary), as_json, partial(_render_summary, workspace, summary))
+    if target_precision is not None and (tau_high is not None or positive_share is not None):
+        other = f"--tau-high {tau_high:g}" if tau_high is not None else f"--positive-share {positive_share:g}"
+        raise InputError(f"--target-precision {target_precision:g} chooses the threshold; leave {other} out")
+    shares = positive_share, target_precision
+    stage, found = relabel_by_people(Workspace.open(workspace), edges, taus["tau_low"], taus["tau_high"], *shares)
+    summary = summarise(stage)
+    told = {**asdict(summary), **({} if found is None else {"target_precision": asdict(found)})}
+    emit(told, as_json, partial(_render_relabelled, workspace, summary, found))
+
+
+def _render_relabelled(workspace: str, summary: MineSummary, found: Precision | None) -> None:
+    _render_summary(workspace, summary)
+    if found is not None:
+        print(
+            f"p above {found.threshold:g}: precision {found.precision:.3f}, between {found.low:.3f} and "
+            f"{found.high:.3f} with 95 % confidence, by {found.answered - found.unsure:,} answers"
+        )
 
 
 def _thresholds(tau_low: float | None, tau_high: float | None, positive_share: float | None) -> dict[str, float]:
@@ -123,8 +143,9 @@ def _render_summary(workspace: str, summary: MineSummary, too_sure: str | None =
         f"{summary.judgements - summary.known:,} judged{taken_over} + {summary.identity:,} by identity + "
         f"{summary.undecodable:,} whose picture does not decode"
     )
+    people = f", {summary.positives['review']:,} by people" if "review" in summary.positives else ""
     print(
-        f"{labels['positive']:,} positive ({summary.positives['discriminator']:,} found by the discriminator), "
+        f"{labels['positive']:,} positive ({summary.positives['discriminator']:,} found by the discriminator{people}), "
         f"{labels['ambiguous']:,} ambiguous, {labels['negative']:,} negative"
     )
     for note in summary.notes:

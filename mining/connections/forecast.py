@@ -55,7 +55,7 @@ def plan_mining(workspace: Workspace, config: MineConfig, con_d: AnyDiscriminato
         rate = float("inf")
         for shard in range(workspace.n_shards):
             found = of_shard(runs, workspace, shard)
-            same, p, _ = judge.settled(shard, found)
+            same, p, *_ = judge.settled(shard, found)
             judged = found.take(np.isnan(p))
             judgements, identity = judgements + len(judged), identity + int(same.sum())
             known += len(found) - len(judged) - int(same.sum())

@@ -15,9 +15,18 @@ from fnpipe.mining.data.identity import IDENTITY_BOUND, Identity
 from fnpipe.mining.data.keys import combination_keys
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator, Discriminator, EmbeddingDiscriminator
 from fnpipe.mining.discriminators.similarity import cosine
-from fnpipe.mining.edges.labels import DISCRIMINATOR, IDENTITY, POSITIVE, label_candidates, named
+from fnpipe.mining.edges.labels import (
+    DISCRIMINATOR,
+    IDENTITY,
+    POSITIVE,
+    REVIEW,
+    UNSCORED,
+    label_candidates,
+    named,
+    named_sources,
+)
 from fnpipe.mining.edges.reader import EDGES_SCHEMA, RECORDED_SCHEMA
-from fnpipe.mining.edges.thresholds import LABELS, SOURCES
+from fnpipe.mining.edges.thresholds import LABELS
 from fnpipe.pipeline.machine.progress import Advance
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
@@ -88,7 +97,7 @@ class Judge:
             combinations are positive with p = 1 and are not judged, nor are those with a known verdict; those whose
             picture does not decode are left out.
         """
-        same, p, uncertainty = self.settled(shard, candidates)
+        same, p, uncertainty, people = self.settled(shard, candidates)
         new = np.isnan(p)
         judged = candidates.take(new)
         verdicts = self.verdicts(shard, judged.image_ids, judged.pair_ids, advance)
@@ -97,21 +106,25 @@ class Judge:
             uncertainty[new] = verdicts.uncertainty
         kept = np.ones(len(candidates), bool)
         kept[new] = verdicts.judged
-        return self._table(shard, candidates.take(kept), p[kept], uncertainty[kept], same[kept], tau_low, tau_high)
+        p, uncertainty, same, people = p[kept], uncertainty[kept], same[kept], people[kept]
+        labels = np.where(same, POSITIVE, np.where(people == UNSCORED, label_candidates(p, tau_low, tau_high), people))
+        sources = np.where(same, IDENTITY, np.where(people == UNSCORED, DISCRIMINATOR, REVIEW))
+        return self._table(shard, candidates.take(kept), p, uncertainty, labels, sources)
 
-    def settled(self, shard: int, candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def settled(self, shard: int, candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """What of ``shard``'s candidates needs no judging.
 
         Returns:
             (n,) bool, what the identity rule calls true; (n,) float32 p: 1 there, the verdict that is known, or NaN;
-            (n,) float32, the uncertainty of that verdict, or NaN.
+            (n,) float32, the uncertainty of that verdict, or NaN; (n,) int8, the label by people, or UNSCORED.
         """
         p, uncertainty = np.full((2, len(candidates)), np.nan, np.float32)
+        people = np.full(len(candidates), UNSCORED, np.int8)
         if self.known is not None:
-            p, uncertainty = self.known.find(shard, candidates)
+            p, uncertainty, people = self.known.find(shard, candidates)
         same = self.identity.matches(candidates.image_ids, candidates.pair_ids)
         p[same], uncertainty[same] = 1, np.nan
-        return same, p, uncertainty
+        return same, p, uncertainty, people
 
     def recorded(self, shard: int, advance: Advance) -> pa.Table:
         """The discriminator's view of the recorded pairs of a shard: ``RECORDED_SCHEMA``, train split, by pair_id."""
@@ -229,13 +242,11 @@ class Judge:
         candidates: Candidates,
         p: np.ndarray,
         uncertainty: np.ndarray,
-        same: np.ndarray,
-        tau_low: float,
-        tau_high: float,
+        labels: np.ndarray,
+        sources: np.ndarray,
     ) -> pa.Table:
         order = np.lexsort((candidates.pair_ids, -p, candidates.image_ids))
-        candidates, p, uncertainty, same = candidates.take(order), p[order], uncertainty[order], same[order]
-        labels = np.where(same, POSITIVE, label_candidates(p, tau_low, tau_high))
+        candidates, p, uncertainty = candidates.take(order), p[order], uncertainty[order]
         columns = {
             "image_id": candidates.image_ids,
             "pair_id": candidates.pair_ids,
@@ -246,8 +257,8 @@ class Judge:
             "similarity": self._similarity(candidates),
             "match_probability": p,
             "uncertainty": pa.array(uncertainty, mask=np.isnan(uncertainty)),
-            "label": named(labels, LABELS),
-            "source": named(np.where(same, IDENTITY, DISCRIMINATOR), SOURCES),
+            "label": named(labels[order], LABELS),
+            "source": named_sources(sources[order]),
         }
         return pa.table(columns, schema=EDGES_SCHEMA)
 

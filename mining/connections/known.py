@@ -12,9 +12,9 @@ import pyarrow as pa
 from fnpipe.mining.connections.candidates import Candidates
 from fnpipe.mining.data.keys import combination_keys
 from fnpipe.mining.discriminators.protocol import AnyDiscriminator
-from fnpipe.mining.edges.labels import DISCRIMINATOR, codes_in
+from fnpipe.mining.edges.labels import IDENTITY, REVIEW, UNSCORED, codes_in
 from fnpipe.mining.edges.reader import EdgesInfo, edge_parts, part_path, read_part
-from fnpipe.mining.edges.thresholds import SOURCES
+from fnpipe.mining.edges.thresholds import LABELS, SOURCES
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
@@ -57,14 +57,18 @@ class KnownEdges:
         for path in edge_parts(self.stage):
             yield read_part(self.stage, path, ["image_id", "pair_id", "rank_i2t", "rank_t2i"])
 
-    def find(self, shard: int, candidates: Candidates) -> tuple[np.ndarray, np.ndarray]:
-        """What the discriminator said of candidates of ``shard``: p and uncertainty, (n,) float32, NaN where nothing.
+    def find(self, shard: int, candidates: Candidates) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What was said of candidates of ``shard``.
 
         What the identity rule had settled is no verdict.
+
+        Returns:
+            The discriminator's p and uncertainty, (n,) float32, NaN where it said nothing; the label by people, (n,)
+            int8, UNSCORED where they were not asked.
         """
-        columns = ["image_id", "pair_id", "match_probability", "uncertainty", "source"]
+        columns = ["image_id", "pair_id", "match_probability", "uncertainty", "label", "source"]
         part = read_part(self.stage, part_path(self.stage, shard), columns)
-        part = part.filter(pa.array(codes_in(part["source"], SOURCES) == DISCRIMINATOR))
+        part = part.filter(pa.array(codes_in(part["source"], SOURCES) != IDENTITY))
         n_pairs = self.stage.workspace.n_pairs
         known = combination_keys(part["image_id"].to_numpy(), part["pair_id"].to_numpy(), n_pairs)
         order = np.argsort(known)
@@ -74,4 +78,7 @@ class KnownEdges:
         p, uncertainty = np.full((2, len(candidates)), np.nan, np.float32)
         p[at] = part["match_probability"].to_numpy()[order][rows]
         uncertainty[at] = part["uncertainty"].to_numpy()[order][rows]
-        return p, uncertainty
+        reviewed = codes_in(part["source"], SOURCES) == REVIEW
+        people = np.full(len(candidates), UNSCORED, np.int8)
+        people[at] = np.where(reviewed, codes_in(part["label"], LABELS), UNSCORED)[order][rows]
+        return p, uncertainty, people

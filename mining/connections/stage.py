@@ -148,7 +148,7 @@ def _count_known(runs: CandidateRuns, judge: Judge) -> int:
     """How many verdicts were taken over."""
     taken = 0
     for shard in range(judge.workspace.n_shards):
-        same, p, _ = judge.settled(shard, of_shard(runs, judge.workspace, shard))
+        same, p, *_ = judge.settled(shard, of_shard(runs, judge.workspace, shard))
         taken += int((~same & ~np.isnan(p)).sum())
     return taken
 

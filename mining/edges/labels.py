@@ -12,7 +12,7 @@ from fnpipe.mining.edges.thresholds import LABELS, SOURCES
 
 UNSCORED, NEGATIVE, AMBIGUOUS, POSITIVE = -1, 0, 1, 2
 
-DISCRIMINATOR, IDENTITY = 0, 1
+DISCRIMINATOR, IDENTITY, REVIEW = 0, 1, 2
 
 
 def label_candidates(match_probability: np.ndarray, tau_low: float, tau_high: float) -> np.ndarray:
@@ -47,6 +47,11 @@ def named(codes: np.ndarray, names: Sequence[str]) -> pa.DictionaryArray:
     return pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), pa.array(names, pa.string()))
 
 
+def named_sources(codes: np.ndarray) -> pa.DictionaryArray:
+    """`named` of sources; a file without people's answers does not name them, and has the bytes that it always had."""
+    return named(codes, SOURCES if (codes == REVIEW).any() else SOURCES[:REVIEW])
+
+
 def codes_in(column: pa.ChunkedArray, names: Sequence[str]) -> np.ndarray:
     """The reverse of `named`: (n,) int8, whatever dictionary the file brought."""
     values = pa.array(names, pa.string())
@@ -59,13 +64,13 @@ def labels_of(table: pa.Table, thresholds: tuple[float, float] | None) -> np.nda
 
     Args:
         table: with the column ``label`` and, for other thresholds, ``source`` and ``match_probability``.
-        thresholds: (low, high), or None. Identity stays positive whatever they are.
+        thresholds: (low, high), or None. Identity stays positive whatever they are, and what people answered stays.
     """
     stored = codes_in(table["label"], LABELS)
     if thresholds is None:
         return stored
-    identical = codes_in(table["source"], SOURCES) == IDENTITY
-    return np.where(identical, stored, label_candidates(table["match_probability"].to_numpy(), *thresholds))
+    by_threshold = codes_in(table["source"], SOURCES) == DISCRIMINATOR
+    return np.where(~by_threshold, stored, label_candidates(table["match_probability"].to_numpy(), *thresholds))
 
 
 def share_threshold(probabilities: np.ndarray, share: float) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from fnpipe.mining.data.identity import IDENTITY_BOUND
-from fnpipe.mining.edges.labels import UNSCORED, codes_in
+from fnpipe.mining.edges.labels import REVIEW, UNSCORED, codes_in
 from fnpipe.mining.edges.thresholds import LABELS, SOURCES, check_thresholds
 from fnpipe.mining.edges.trust import Trust
 from fnpipe.pipeline.errors import InputError
@@ -39,6 +39,8 @@ EDGES_SCHEMA = pa.schema(
 
 _FILLED = tuple(name for name in EDGES_SCHEMA.names if name not in ("rank_i2t", "rank_t2i", "uncertainty"))
 
+# Edges that nobody reviewed say nothing of reviews.
+_UNASKED = SOURCES[:REVIEW]
 _PART = "part-"
 # The recorded pairs' scores.
 RECORDED = "recorded"
@@ -58,8 +60,9 @@ class EdgesInfo:
         name: of ``edges/<name>``. kind: of the discriminator. discriminator: its description.
         tau_low, tau_high: the thresholds in force. positive_share: the share they were chosen for, or None.
         identity_bound: of the identity rule; 0: it was not applied.
-        judgements, identity: rows by source. labels: rows by label. positives: positive rows by source.
-        histogram: of p over 20 equal bins, of what was judged.
+        judgements, identity: rows by source; what people answered was judged before. labels: rows by label.
+        positives: positive rows by source, people's answers only where there are some.
+        histogram: of p over 20 equal bins, of what was judged. reviewed: rows labelled as people answered.
         trust: None where it was not measured, as by 0.1.0. notes: sentences.
     """
 
@@ -75,6 +78,7 @@ class EdgesInfo:
     labels: Mapping[str, int]
     positives: Mapping[str, int]
     histogram: tuple[int, ...]
+    reviewed: int
     trust: Trust | None
     notes: tuple[str, ...]
 
@@ -88,6 +92,7 @@ class EdgesInfo:
         meta = stage.require()
         try:
             discriminator = meta["params"].get("discriminator", {})
+            reviewed = int(meta.get("reviewed", 0))
             return cls(
                 name=stage.name.partition("/")[2],
                 kind=str(discriminator.get("kind", "")),
@@ -99,8 +104,9 @@ class EdgesInfo:
                 judgements=int(meta["judgements"]),
                 identity=int(meta["identity"]),
                 labels={label: int(meta["labels"][label]) for label in LABELS},
-                positives={source: int(meta["positives"][source]) for source in SOURCES},
+                positives={name: int(meta["positives"][name]) for name in SOURCES if reviewed or name in _UNASKED},
                 histogram=tuple(map(int, meta["histogram"]["counts"])),
+                reviewed=reviewed,
                 trust=Trust(**meta["trust"]["figures"]) if meta.get("trust") else None,
                 notes=tuple(meta.get("notes", [NOT_MEASURED])),
             )

@@ -6,7 +6,7 @@ from fnpipe.pipeline.errors import InputError
 
 # The position in each tuple is the code.
 LABELS = ("negative", "ambiguous", "positive")
-SOURCES = ("discriminator", "identity")
+SOURCES = ("discriminator", "identity", "review")
 # MAFA's.
 TAU_LOW, TAU_HIGH = 0.5, 0.8
 

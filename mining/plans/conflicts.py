@@ -13,7 +13,9 @@ import numpy as np
 
 from fnpipe.mining.data.identity import Identity
 from fnpipe.mining.data.train_pairs import TrainPairs
+from fnpipe.mining.edges.labels import POSITIVE, REVIEW, codes_in
 from fnpipe.mining.edges.reader import EdgesInfo, edge_parts, read_part
+from fnpipe.mining.edges.thresholds import LABELS, SOURCES
 from fnpipe.pipeline.machine.compiled import compiled
 from fnpipe.pipeline.workspace.workspace import Stage
 
@@ -135,15 +137,20 @@ class KnownMatches(NamedTuple):
 
     @classmethod
     def of(cls, edges: Stage, above: float) -> KnownMatches:
-        """The edges with a probability above ``above``, read part by part, and the identity rule."""
+        """The edges with a probability above ``above``, or as people answered, and the identity rule."""
+        info = EdgesInfo.read(edges)
+        columns = ["image_id", "pair_id", "match_probability", *(["label", "source"] if info.reviewed else [])]
         kind = np.int32 if edges.workspace.n_pairs < 2**31 else np.int64
         found = []
         for path in edge_parts(edges):
-            part = read_part(edges, path, ["image_id", "pair_id", "match_probability"])
+            part = read_part(edges, path, columns)
             matching = part["match_probability"].to_numpy() > np.float32(above)
+            if info.reviewed:
+                people = codes_in(part["source"], SOURCES) == REVIEW
+                matching = np.where(people, codes_in(part["label"], LABELS) == POSITIVE, matching)
             found.append([part[name].to_numpy()[matching].astype(kind) for name in ("image_id", "pair_id")])
         images, pairs = zip(*found, strict=True) if found else ([np.empty(0, kind)], [np.empty(0, kind)])
-        identity = Identity.of(edges.workspace, EdgesInfo.read(edges).identity_bound)
+        identity = Identity.of(edges.workspace, info.identity_bound)
         return cls(np.concatenate(images), np.concatenate(pairs), identity)
 
     def conflicts(self, train_pairs: TrainPairs, pair_ids: np.ndarray) -> Conflicts:

@@ -186,9 +186,6 @@ def read_answers(workspace: Workspace, name: str) -> pa.Table:
     Raises:
         InputError: the file is damaged, or its answers are about other pairs.
     """
-    path = answers_path(workspace, name)
-    if not path.is_file():
-        return REVIEWS_SCHEMA.empty_table()
     query = f"""SELECT image_id, pair_id, p, CASE draw WHEN {_IN_FORCE} THEN stratum ELSE {NO_STRATUM} END, reviewer,
             verdict, answered_at
         FROM answers JOIN drawn USING (image_id, pair_id)
@@ -196,12 +193,30 @@ def read_answers(workspace: Workspace, name: str) -> pa.Table:
             AND draw = (SELECT max(draw) FROM drawn AS d
                 WHERE (d.image_id, d.pair_id) = (answers.image_id, answers.pair_id))
         ORDER BY image_id, pair_id, reviewer"""
+    return _table(_rows(workspace, name, query))
+
+
+def ever_answered(workspace: Workspace, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """The (n,) int64 image_id and pair_id of all that was answered about ``edges/<name>``, taken back or not.
+
+    Raises:
+        InputError: as `read_answers`.
+    """
+    rows = _rows(workspace, name, "SELECT DISTINCT image_id, pair_id FROM answers")
+    images, pairs = np.array(rows, np.int64).reshape(-1, 2).T
+    return images, pairs
+
+
+def _rows(workspace: Workspace, name: str, query: str) -> list[tuple[object, ...]]:
+    """What a query finds; nothing where nobody was ever asked."""
+    path = answers_path(workspace, name)
+    if not path.is_file():
+        return []
     with opened(path) as db:
         if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'answers'").fetchone():
-            return REVIEWS_SCHEMA.empty_table()
+            return []
         _require_same_pairs(path, _drawn_from(db), workspace.digest)
-        rows = db.execute(query).fetchall()
-    return _table(rows)
+        return db.execute(query).fetchall()
 
 
 def _table(rows: Sequence[tuple[object, ...]]) -> pa.Table:

@@ -19,12 +19,12 @@ class ReviewConfig:
 
     edges: str | None = flag(None, "Which edges; the only ones there are if not given.")
     count: int = flag(300, "Edges to ask about, chosen once so that few answers say much.")
-    seed: int = flag(0, "Seed of the choice.")
     reviewer: str | None = flag(None, "Who answers. Default: the page asks once.", metavar="NAME")
     host: str = flag("127.0.0.1", "Address to serve on; any other than the default lets other machines in.")
     port: int = flag(0, "Port to serve on; 0 takes a free one.")
     open: bool = flag(False, "Open the page in the browser.")
     export: str | None = flag(None, "Write the answers as Parquet, and serve nothing.", metavar="FILE")
+    summary: bool = flag(False, "Say what the answers show, and serve nothing.")
 
     def __post_init__(self) -> None:
         if self.count < 1:

@@ -99,9 +99,11 @@ async function summarise() {
     cells.forEach((text, at) => made.append(Object.assign(document.createElement(at ? tag : "th"), { textContent: text })));
     return made;
   };
-  const names = ["yes", "no", "unsure"];
-  const lines = [["positive", "Labelled positive by p"], ["others", "Others"]];
-  byId("summary").replaceChildren(row("th", ["", ...names]), ...lines.map(([side, title]) => row("td", [title, ...names.map(name => found[side][name])])));
+  const percent = share => share === null ? "–" : `${(100 * share).toFixed(1)} %`;
+  const lines = found.told.filter(at => at.edges).map(at => row("td", [
+    `${at.threshold}${at.threshold === found.tau_high ? " (labels)" : ""}`, at.edges.toLocaleString("en"), at.answered,
+    percent(at.precision), `${percent(at.low)} to ${percent(at.high)}`]));
+  byId("summary").replaceChildren(row("th", ["p above", "edges", "answered", "right", "95 % interval"]), ...lines);
 }
 async function start(name) {
   reviewer = name; byId("who").hidden = true;

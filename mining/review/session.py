@@ -12,22 +12,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image
 
-from fnpipe.mining.edges.labels import DISCRIMINATOR, codes_in
-from fnpipe.mining.edges.reader import EdgesInfo, read_edges
+from fnpipe.mining.edges.labels import IDENTITY, codes_in
+from fnpipe.mining.edges.reader import read_edges
 from fnpipe.mining.edges.thresholds import SOURCES
 from fnpipe.mining.review.answers import (
     Asked,
     add_answer,
     answered_by,
     answers_path,
-    read_answers,
     read_asked,
     sample_is_of,
     write_sample,
 )
 from fnpipe.mining.review.config import ReviewConfig
-from fnpipe.mining.review.sample import review_sample
-from fnpipe.mining.review.schema import VERDICTS
+from fnpipe.mining.review.sample import numbers, review_sample
+from fnpipe.mining.review.verdicts import findings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
@@ -45,7 +44,6 @@ class Review:
 
     workspace: Workspace
     name: str
-    tau_high: float
     path: Path
     asked: Asked
     mined: tuple[str, ...]
@@ -96,18 +94,9 @@ class Review:
         image.save(buffer, "JPEG", quality=88)
         return buffer.getvalue()
 
-    def summary(self) -> dict[str, Any]:
-        """How many answers there are, of everyone: in all, and by verdict on both sides of the threshold."""
-        answers = read_answers(self.workspace, self.name)
-        above = np.greater(answers["match_probability"].to_numpy(), np.float32(self.tau_high))
-        verdicts = codes_in(answers["verdict"], VERDICTS)
-        counted = {
-            side: {name: int((verdicts[rows] == code).sum()) for code, name in enumerate(VERDICTS)}
-            for side, rows in (("positive", above), ("others", ~above))
-        }
-        reviewers = sorted(set(answers["reviewer"].to_pylist()))
-        edges = len(answers.group_by(["image_id", "pair_id"]).aggregate([]))
-        return {"edges": edges, "answers": len(answers), "asked": len(self.mined), "reviewers": reviewers, **counted}
+    def findings(self) -> dict[str, Any]:
+        """As `findings`, and how many are asked."""
+        return {"asked": len(self.mined), **findings(self.workspace.stage(f"edges/{self.name}"))}
 
 
 def open_review(workspace: Workspace, edges: Stage, config: ReviewConfig) -> Review:
@@ -119,14 +108,15 @@ def open_review(workspace: Workspace, edges: Stage, config: ReviewConfig) -> Rev
     Raises:
         InputError: nothing was judged, or the answers are about other pairs.
     """
-    info, name = EdgesInfo.read(edges), edges.name.partition("/")[2]
+    edges.require()
+    name = edges.name.partition("/")[2]
     path = answers_path(workspace, name)
     drawn_from = (workspace.digest, edges.digest, config.count)
     if not sample_is_of(path, *drawn_from):
-        write_sample(path, *drawn_from, _draw(edges, info, config))
+        write_sample(path, *drawn_from, _draw(edges, config))
     asked = read_asked(path)
     mined, recorded = _captions(workspace, asked)
-    return Review(workspace, name, info.tau_high, path, asked, mined, recorded)
+    return Review(workspace, name, path, asked, mined, recorded)
 
 
 def _captions(workspace: Workspace, asked: Asked) -> tuple[tuple[str, ...], dict[int, list[str]]]:
@@ -147,12 +137,12 @@ def _rows(pairs: pa.Table, column: str, wanted: np.ndarray) -> list[tuple[int, s
     return list(zip(some[column].to_pylist(), some["caption"].to_pylist(), strict=True))
 
 
-def _draw(edges: Stage, info: EdgesInfo, config: ReviewConfig) -> Asked:
+def _draw(edges: Stage, config: ReviewConfig) -> Asked:
     table = read_edges(edges, ["image_id", "pair_id", "match_probability", "source"])
-    table = table.filter(pa.array(codes_in(table["source"], SOURCES) == DISCRIMINATOR))
+    table = table.filter(pa.array(codes_in(table["source"], SOURCES) != IDENTITY))
     if not len(table):
         raise InputError(f"{edges.path}: the discriminator judged nothing; there is nothing to review")
     image_id, pair_id, p = (table[name].to_numpy() for name in ("image_id", "pair_id", "match_probability"))
-    sample = review_sample(p, config.count, config.seed)
+    sample = review_sample(p, numbers(image_id, pair_id), config.count)
     rows = sample.rows
     return Asked(image_id[rows], pair_id[rows], p[rows], sample.stratum, tuple(sample.bounds), tuple(sample.sizes))

@@ -10,7 +10,7 @@ import numpy as np
 from fnpipe.mining.data.ranking import auroc, average_precision
 from fnpipe.mining.data.train_pairs import read_train_pairs
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.labels import DISCRIMINATOR, POSITIVE, codes_in, labels_of
+from fnpipe.mining.edges.labels import IDENTITY, POSITIVE, codes_in, labels_of
 from fnpipe.mining.edges.reader import edge_parts, read_part
 from fnpipe.mining.edges.thresholds import SOURCES
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
@@ -95,7 +95,7 @@ def edges_against_truth(
 
     Recall is of the true combinations that were judged; what no candidate proposed cannot be known from edges.
     """
-    judged = sources == DISCRIMINATOR
+    judged = sources != IDENTITY
     p, positive, hit = match_probability[judged], labels[judged] == POSITIVE, true[judged]
     table, ece = _reliability(p, hit, bins)
     return EdgeAccuracy(

@@ -62,7 +62,7 @@ class InspectConfig:
 
     edges: str | None = flag(None, "Which edges; the only ones there are if not given.")
     label: str | None = flag(None, "Only positive, ambiguous or negative.")
-    source: str | None = flag(None, "Only discriminator or identity.")
+    source: str | None = flag(None, "Only discriminator, identity or review (answered by people).")
     limit: int = flag(20, "Rows in the terminal, the most probable first.")
     truth: str | None = flag(None, "Mark rows as true or false, and measure all edges.", metavar="FILE")
     tau_high: float | None = flag(None, "See the labels of another threshold.")

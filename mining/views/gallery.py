@@ -42,9 +42,9 @@ THREADS = 4
 _SHARES = {"positive": 0.6, "ambiguous": 0.25, "identity": 0.15}
 # Their labels and sources.
 _DESCRIBED = {
-    "positive": ("positive", "discriminator"),
-    "ambiguous": ("ambiguous", "discriminator"),
-    "identity": ("positive", "identity"),
+    "positive": ("positive", ("discriminator", "review")),
+    "ambiguous": ("ambiguous", ("discriminator", "review")),
+    "identity": ("positive", ("identity",)),
 }
 
 
@@ -87,13 +87,15 @@ def write_gallery(
     kinds = {
         kind
         for kind, described in _DESCRIBED.items()
-        if label in (None, described[0]) and source in (None, described[1])
+        if label in (None, described[0]) and (source is None or source in described[1])
     }
     if not kinds:
         asked = " ".join(f"--{name} {value}" for name, value in (("label", label), ("source", source)) if value)
         raise InputError(f"{path}: the page shows what was found, and nothing that was is {asked}; leave that out")
     every = _read_connections(edges, thresholds)
     found = {kind: table if kind in kinds else table.slice(0, 0) for kind, table in every.items()}
+    if source is not None:
+        found = {kind: table.filter(pc.equal(table["source"], SOURCES.index(source))) for kind, table in found.items()}
     chosen = {
         kind: _evenly(table, size) for (kind, table), size in zip(found.items(), _room(found, max_edges), strict=True)
     }
@@ -127,9 +129,10 @@ def _read_connections(edges: Stage, thresholds: tuple[float, float] | None) -> d
     parts = []
     for path in edge_parts(edges):
         table = read_part(edges, path, columns)
-        label, identical = labels_of(table, thresholds), codes_in(table["source"], SOURCES) == IDENTITY
-        kind = np.where(identical, 2, np.where(label == POSITIVE, 0, np.where(label == AMBIGUOUS, 1, -1)))
+        label, sources = labels_of(table, thresholds), codes_in(table["source"], SOURCES)
+        kind = np.where(sources == IDENTITY, 2, np.where(label == POSITIVE, 0, np.where(label == AMBIGUOUS, 1, -1)))
         table = table.drop_columns(["label", "source"]).append_column("kind", pa.array(kind, pa.int8()))
+        table = table.append_column("source", pa.array(sources, pa.int8()))
         parts.append(table.filter(pc.greater_equal(table["kind"], 0)))
     everything = pa.concat_tables(parts)
     by_p = [("match_probability", "descending"), ("image_id", "ascending"), ("pair_id", "ascending")]

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.labels import DISCRIMINATOR, IDENTITY, codes_in, labels_of
+from fnpipe.mining.edges.labels import IDENTITY, codes_in, labels_of
 from fnpipe.mining.edges.reader import EdgesInfo, edge_parts, read_part
 from fnpipe.mining.edges.thresholds import LABELS, SOURCES
 from fnpipe.mining.views.config import InspectConfig
@@ -66,7 +66,8 @@ def inspect_edges(stage: Stage, config: InspectConfig, truth: Truth | None = Non
             wanted &= sources == SOURCES.index(config.source)
         matching += int(wanted.sum())
         table = table.drop_columns(["label", "source"]).append_column("label", pa.array(labels, pa.int8()))
-        table = table.append_column("judged", pa.array((sources == DISCRIMINATOR).astype(np.int8)))
+        table = table.append_column("source", pa.array(sources, pa.int8()))
+        table = table.append_column("judged", pa.array((sources != IDENTITY).astype(np.int8)))
         # All edges of an image are in one part.
         part = _by_caption(table.filter(pa.array(wanted)))
         best = _most_probable(part if best is None else pa.concat_tables([best, part]), config.limit)
@@ -113,7 +114,7 @@ def _rows(stage: Stage, table: pa.Table, truth: Truth | None) -> list[EdgeRow]:
             match_probability=row["match_probability"],
             similarity=row["similarity"],
             label=LABELS[row["label"]],
-            source=SOURCES[DISCRIMINATOR if row["judged"] else IDENTITY],
+            source=SOURCES[row["source"]],
             true=None if true is None else bool(true[at]),
         )
         for at, row in enumerate(table.to_pylist())

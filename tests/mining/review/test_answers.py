@@ -117,7 +117,7 @@ def test_the_last_answer_counts_and_one_that_was_taken_back_is_gone(make_workspa
 def test_a_later_start_goes_on_with_the_same_sample(make_workspace: MakeWorkspace):
     workspace, review = small_review(make_workspace, count=4)
     review.answer("client-0001", 0, "ann", "yes")
-    again = open_review(workspace, workspace.stage("edges/made"), ReviewConfig(count=4, seed=9))
+    again = open_review(workspace, workspace.stage("edges/made"), ReviewConfig(count=4))
     assert again.asked.pair_id.tolist() == review.asked.pair_id.tolist()
     assert [item["position"] for item in again.items("ann", -1, 9)["items"]] == [1, 2, 3]
 

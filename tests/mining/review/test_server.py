@@ -207,7 +207,18 @@ def test_keys_answer_and_take_back_and_a_reload_goes_on(served: Served):
         page.run("document.getElementById('toggle').click()")
         assert text(page, "p") == f"p = {review.asked.p[1]:.4f}"
         press(page, "nyyyyyy")
-        wait(page, "document.getElementById('summary').rows.length === 3")
+        wait(page, "document.getElementById('summary').rows.length > 0")
+        head, *lines = page.run("document.getElementById('summary').innerText").split("\n")
+        assert head.split("\t") == ["p above", "edges", "answered", "right", "95 % interval"]
+        # Everything is answered, so that nothing is left open.
+        said = {
+            float(row["match_probability"]): row["verdict"]
+            for row in read_answers(review.workspace, "made").to_pylist()
+        }
+        for line, (threshold, mark) in zip(lines, {0.0: "0", 0.5: "0.5", 0.8: "0.8 (labels)"}.items(), strict=True):
+            above = [verdict for p, verdict in said.items() if p > threshold]
+            right = f"{above.count('yes') / len(above):.1%}".replace("%", " %")
+            assert line.split("\t") == [mark, str(len(above)), str(len(above)), right, f"{right} to {right}"]
         assert text(page, "totals") == "6 answers to 6 edges, by ann."
         # Markup in captions was seen on the way, and stayed text.
         assert page.run("document.querySelectorAll('main script, main img[onerror]').length") == 0

@@ -18,10 +18,10 @@ from jinja2 import UndefinedError
 from browser import browse, find_browser
 from conftest import MakeWorkspace
 from fnpipe.mining.data.truth import Truth
-from fnpipe.mining.edges.labels import label_candidates, named
+from fnpipe.mining.edges.labels import label_candidates, named, named_sources
 from fnpipe.mining.edges.reader import EDGES_SCHEMA
 from fnpipe.mining.edges.relabel import finish_edges
-from fnpipe.mining.edges.thresholds import LABELS, SOURCES
+from fnpipe.mining.edges.thresholds import LABELS
 from fnpipe.mining.views.gallery import TEMPLATE, write_gallery
 from fnpipe.mining.views.pages import render_page
 from fnpipe.pipeline.errors import InputError
@@ -53,7 +53,7 @@ def write_edges(workspace: Workspace, rows) -> Stage:
         "match_probability": p,
         "uncertainty": pa.nulls(len(rows), pa.float32()),
         "label": named(np.where(identical, 2, label_candidates(p, 0.5, 0.8)), LABELS),
-        "source": named(identical.astype(int), SOURCES),
+        "source": named_sources(identical.astype(int)),
     }
     table = pa.table(columns, schema=EDGES_SCHEMA)
     shards = np.searchsorted(workspace.image_starts, images, side="right") - 1

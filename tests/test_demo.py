@@ -18,6 +18,7 @@ from fnpipe.cli.commands.demo import first_look
 from fnpipe.cli.main import run
 from fnpipe.mining.data.truth import Truth
 from fnpipe.mining.edges.reader import read_edges
+from fnpipe.mining.edges.sample import review_sample
 from fnpipe.mining.recipes.config import PrepareConfig
 from fnpipe.mining.recipes.prepare import forecast
 from fnpipe.mining.review.estimate import (
@@ -29,7 +30,6 @@ from fnpipe.mining.review.estimate import (
     lowest_threshold,
     precision_above,
 )
-from fnpipe.mining.review.sample import review_sample
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.demo import DemoConfig, run_demo

@@ -21,7 +21,7 @@ def export_command(
     given: Given,
     as_json: JsonFlag = False,
 ) -> None:
-    """Write the train pairs with the mined positives as training data of another library.
+    """Write the train pairs with the mined positives as data of another library, or edges for people to judge.
 
     Example: fnpipe export work out --edges itm --to open_clip
     """
@@ -33,6 +33,8 @@ def export_command(
 
     def render() -> None:
         pairs = f"{summary.recorded:,} recorded pairs and {summary.mined:,} mined ({summary.by_identity:,} by identity)"
+        if summary.form == "label-studio":
+            pairs = "mined captions for people to judge"
         print(f"{shown(summary.path)}: {pairs}, {summary.images:,} images")
         for name, rows in summary.rows.items():
             print(f"  {name}: {rows:,} rows")

@@ -159,6 +159,13 @@ def review_command(workspace: WorkspaceArgument, *, given: Given, as_json: JsonF
     if config.export is not None:
         _export(opened, stage, config.export, as_json)
         return
+    if config.from_label_studio is not None:
+        from fnpipe.mining.review.label_studio import take_answers
+
+        with reading(opened, {stage.name: stage.digest}, "fnpipe review"):
+            taken = take_answers(opened, stage, config, config.from_label_studio)
+        emit({"answers": taken}, as_json, lambda: print(f"{counted(taken, 'answer', 'answers')} taken over"))
+        return
     if config.summary:
         from fnpipe.mining.review.verdicts import findings
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,13 @@ import yaml
 _CONFIGS = {
     "hf": {"default": "data"},
     "sentence-transformers": {name: name for name in ("triplets", "pairs", "about-triplets", "about-pairs")},
+}
+_TITLE = {"label-studio": "Mined captions to be judged by people"}
+_SOURCES = {
+    "recorded": "as the data set has it",
+    "discriminator": "an image-text matching model found that the caption is true of the image as well",
+    "identity": "the same picture with another record's caption",
+    "review": "people said that the caption is true of the image as well",
 }
 _SIZES = ((1_000, "n<1K"), (10_000, "1K<n<10K"), (100_000, "10K<n<100K"), (1_000_000, "100K<n<1M"))
 
@@ -30,7 +38,19 @@ triplets = load_dataset({path!r}, "triplets", split="train")
 trainer = SentenceTransformerTrainer(model=model, train_dataset=triplets, loss=MultipleNegativesRankingLoss(model))
 trainer.train()
 """,
+    "fiftyone": """\
+import fiftyone as fo
+
+kind = fo.types.FiftyOneImageClassificationDataset
+data = fo.Dataset.from_dir({path!r}, dataset_type=kind, label_field="captions")
+fo.launch_app(data)
+""",
 }
+# Tasks name pictures by their path below the document root.
+_LABEL_STUDIO = """\
+export LABEL_STUDIO_LOCAL_FILES_SERVING_ENABLED=true LABEL_STUDIO_LOCAL_FILES_DOCUMENT_ROOT={path}
+label-studio start
+"""
 
 
 def card(
@@ -43,10 +63,9 @@ def card(
         facts: sentences on how it came about and what to know of it.
     """
     parts = [
-        f"# Image-text pairs with mined positives, for {form}",
-        f"{images:,} images. Captions by source: {_listed(captions)}.",
-        "*recorded*: as the data set has it. *discriminator*: an image-text matching model found that the caption is "
-        "true of the image as well. *identity*: the same picture with another record's caption.",
+        f"# {_TITLE.get(form, 'Image-text pairs with mined positives')}, for {form}",
+        f"{images:,} images. Captions by source: {_listed(captions)}." if captions else f"{images:,} images.",
+        "\n".join(f"*{source}*: {_SOURCES[source]}." for source in captions),
         "\n".join(f"- {fact}" for fact in facts),
         "| files | rows |\n| --- | --- |\n" + "\n".join(f"| {name} | {count:,} |" for name, count in rows.items()),
         f"```{'python' if form in _LOADING else 'sh'}\n{loading(form, path).rstrip()}\n```",
@@ -56,7 +75,9 @@ def card(
 
 
 def loading(form: str, path: str) -> str:
-    """The lines that load the export, or for open_clip the command that trains on it."""
+    """The lines that load the export; for open_clip the command that trains on it, for Label Studio its server's."""
+    if form == "label-studio":
+        return _LABEL_STUDIO.format(path=shlex.quote(path))
     if form in _LOADING:
         return _LOADING[form].format(path=path)
     from fnpipe.mining.exports.open_clip import training_command

@@ -7,21 +7,28 @@ from dataclasses import MISSING, dataclass
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.flags import flag
 
-FORMS = ("open_clip", "sentence-transformers", "hf")
+FORMS = ("open_clip", "sentence-transformers", "hf", "label-studio", "fiftyone")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
     """What is written for whom: one field per flag."""
 
-    to: str = flag(MISSING, "open_clip, sentence-transformers or hf.")
+    to: str = flag(MISSING, "open_clip, sentence-transformers, hf; or for looking, label-studio or fiftyone.")
     edges: str | None = flag(None, "Which edges; the only ones there are if not given.")
     identity: bool = flag(True, "Leave out positives that the identity rule found.")
+    count: int | None = flag(None, "Edges to ask people about (label-studio). Default: 300.")
     push: str | None = flag(None, "Upload it to this data set of the Hugging Face Hub (hf).", metavar="OWNER/NAME")
 
     def __post_init__(self) -> None:
         if self.to not in FORMS:
             raise InputError(f"--to {self.to}: one of {', '.join(FORMS)}{nearest(self.to, list(FORMS))}")
+        if self.count is not None and self.to != "label-studio":
+            raise InputError(f"--count {self.count}: only with --to label-studio, not with --to {self.to}")
+        if self.count is not None and self.count < 1:
+            raise InputError(f"--count {self.count}: at least 1")
+        if self.to == "label-studio" and not self.identity:
+            raise InputError("--no-identity: people are asked about what the discriminator judged; leave it out")
         if self.push is None:
             return
         if self.to != "hf":

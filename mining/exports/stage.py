@@ -1,4 +1,4 @@
-"""Edges for other programs: recorded pairs and mined positives as training data of three libraries.
+"""Edges for other programs: recorded pairs and mined positives as data for training, or for people to look at.
 
 Every form is written to a folder of its own with the pictures in it, and loads there without the workspace.
 """
@@ -13,11 +13,15 @@ from pathlib import Path
 from fnpipe.mining.edges.reader import EdgesInfo
 from fnpipe.mining.exports import card as export_card
 from fnpipe.mining.exports.config import ExportConfig
+from fnpipe.mining.exports.label_studio import write_label_studio
 from fnpipe.mining.exports.records import RECORDED, SURE_NEGATIVE, ImageRecord, Tally, read_records
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.destination import new_directory
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace, reading
+
+# Edges that people are asked about.
+TO_ASK = 300
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,8 @@ def export(workspace: Workspace, config: ExportConfig, directory: str | Path) ->
 
     open_clip: ``pairs.csv`` and ``one-per-image.csv`` (tab-separated: filepath, title, source) and ``images/``.
     sentence-transformers: ``triplets/`` and ``pairs/``, with what is known of their rows in ``about-triplets/`` and
-    ``about-pairs/``. hf: ``data/``, one row per image with all its captions.
+    ``about-pairs/``. hf: ``data/``, one row per image with all its captions. fiftyone: ``labels.json`` and ``data/``.
+    label-studio: ``tasks.json``, edges that people are asked about, ``page.xml`` and ``images/``.
 
     Raises:
         InputError: edges that are not finished, a directory that holds something already, or no token to push with.
@@ -61,8 +66,11 @@ def export(workspace: Workspace, config: ExportConfig, directory: str | Path) ->
     tally = Tally()
     held = reading(workspace, {edges.name: edges.digest}, "fnpipe export")
     with held, new_directory(directory, "fnpipe export") as unfinished:
-        records = _with_progress(read_records(workspace, edges, tally, identity=config.identity), workspace.n_images)
-        rows, notes = _write(form, records, unfinished, Path(place))
+        if form == "label-studio":
+            rows, notes = write_label_studio(workspace, edges, config.count or TO_ASK, unfinished, tally)
+        else:
+            records = read_records(workspace, edges, tally, identity=config.identity)
+            rows, notes = _write(form, _with_progress(records, workspace.n_images), unfinished, Path(place))
         notes += [*_notes(form, tally), *EdgesInfo.read(edges).notes]
         text = export_card.card(form, address, tally.images, tally.captions, rows, [*_facts(edges), *notes])
         (unfinished / "README.md").write_text(text, encoding="utf-8")
@@ -87,6 +95,10 @@ def _write(form: str, records: Iterator[ImageRecord], directory: Path, final: Pa
         from fnpipe.mining.exports.open_clip import write_open_clip
 
         return write_open_clip(records, directory, final)
+    if form == "fiftyone":
+        from fnpipe.mining.exports.fiftyone import write_fiftyone
+
+        return write_fiftyone(records, directory)
     from fnpipe.mining.exports.datasets import write_hf, write_sentence_transformers
 
     write = write_hf if form == "hf" else write_sentence_transformers

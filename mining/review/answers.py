@@ -180,17 +180,17 @@ def read_answers(workspace: Workspace, name: str) -> pa.Table:
 
     Returns:
         ``REVIEWS_SCHEMA``: the last answer of each reviewer to each combination, by image_id, pair_id and reviewer;
-        without those that were taken back. p is that of the last sample that held the combination; the stratum is -1
-        where that is not the sample in force.
+        without those that were taken back. p is that of the last sample that held the combination, null where none
+        did; the stratum is -1 where that is not the sample in force.
 
     Raises:
         InputError: the file is damaged, or its answers are about other pairs.
     """
     query = f"""SELECT image_id, pair_id, p, CASE draw WHEN {_IN_FORCE} THEN stratum ELSE {NO_STRATUM} END, reviewer,
             verdict, answered_at
-        FROM answers JOIN drawn USING (image_id, pair_id)
+        FROM answers LEFT JOIN drawn USING (image_id, pair_id)
         WHERE seq IN {_LAST} AND verdict != '{UNDO}'
-            AND draw = (SELECT max(draw) FROM drawn AS d
+            AND draw IS (SELECT max(draw) FROM drawn AS d
                 WHERE (d.image_id, d.pair_id) = (answers.image_id, answers.pair_id))
         ORDER BY image_id, pair_id, reviewer"""
     return _table(_rows(workspace, name, query))

@@ -24,11 +24,20 @@ class ReviewConfig:
     port: int = flag(0, "Port to serve on; 0 takes a free one.")
     open: bool = flag(False, "Open the page in the browser.")
     export: str | None = flag(None, "Write the answers as Parquet, and serve nothing.", metavar="FILE")
+    from_label_studio: str | None = flag(
+        None, "Take the answers of a JSON export of Label Studio over, and serve nothing.", metavar="FILE"
+    )
     summary: bool = flag(False, "Say what the answers show, and serve nothing.")
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise InputError(f"--count {self.count}: at least 1")
+        alone = [
+            name for name in ("export", "from_label_studio", "summary") if getattr(self, name) not in (None, False)
+        ]
+        if len(alone) > 1:
+            first, second = (f"--{name.replace('_', '-')}" for name in alone[:2])
+            raise InputError(f"{first} and {second} are two things to do; give one of them")
         if not 0 <= self.port <= 65535:
             raise InputError(f"--port {self.port}: from 0 to 65535")
         if self.reviewer is not None and not re.fullmatch(REVIEWER, self.reviewer):

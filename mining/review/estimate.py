@@ -1,6 +1,6 @@
 """What people's answers say of all edges: the precision above a threshold with its interval, and what p is worth.
 
-Of every stratum of p the answered edges are a simple random sample (``fnpipe.mining.review.sample``), so that a share
+Of every stratum of p the answered edges are a simple random sample (``fnpipe.mining.edges.sample``), so that a share
 among them stands for the stratum's, and strata add up by their sizes (Horvitz and Thompson, JASA 1952).
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fnpipe.mining.review.sample import BOUNDS, STRATA, strata_of
+from fnpipe.mining.edges.sample import BOUNDS, STRATA, strata_of
 from fnpipe.mining.review.schema import VERDICTS
 
 NOT_ANSWERED = -1

@@ -14,6 +14,7 @@ from PIL import Image
 
 from fnpipe.mining.edges.labels import IDENTITY, codes_in
 from fnpipe.mining.edges.reader import read_edges
+from fnpipe.mining.edges.sample import numbers, review_sample
 from fnpipe.mining.edges.thresholds import SOURCES
 from fnpipe.mining.review.answers import (
     Asked,
@@ -25,7 +26,6 @@ from fnpipe.mining.review.answers import (
     write_sample,
 )
 from fnpipe.mining.review.config import ReviewConfig
-from fnpipe.mining.review.sample import numbers, review_sample
 from fnpipe.mining.review.verdicts import findings
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace

@@ -13,6 +13,7 @@ from fnpipe.mining.data.keys import combination_keys
 from fnpipe.mining.edges.labels import AMBIGUOUS, IDENTITY, NEGATIVE, POSITIVE, UNSCORED, codes_in
 from fnpipe.mining.edges.reader import EdgesInfo, read_edges
 from fnpipe.mining.edges.relabel import Reviewed, relabel
+from fnpipe.mining.edges.sample import numbers
 from fnpipe.mining.edges.thresholds import SOURCES
 from fnpipe.mining.review.answers import ever_answered, read_answers
 from fnpipe.mining.review.estimate import (
@@ -28,7 +29,6 @@ from fnpipe.mining.review.estimate import (
     lowest_threshold,
     precision_above,
 )
-from fnpipe.mining.review.sample import numbers
 from fnpipe.mining.review.schema import VERDICTS
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace

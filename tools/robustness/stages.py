@@ -114,6 +114,10 @@ STAGES = {
     "export-open_clip": StageRun((*_EXPORT, "open_clip", "ROOT/out"), ("mine-connections",), _HOLDS, shared=True),
     "export-st": StageRun((*_EXPORT, "sentence-transformers", "ROOT/out"), ("mine-connections",), _HOLDS, shared=True),
     "export-hf": StageRun((*_EXPORT, "hf", "ROOT/out"), ("mine-connections",), _HOLDS, shared=True),
+    "export-label-studio": StageRun(
+        (*_EXPORT, "label-studio", "--count", "20", "ROOT/out"), ("mine-connections",), _HOLDS, shared=True
+    ),
+    "export-fiftyone": StageRun((*_EXPORT, "fiftyone", "ROOT/out"), ("mine-connections",), _HOLDS, shared=True),
     "train-itc": StageRun((*_TRAIN, "itc", "--method", "itc", *_FEW, *_BATCH), ("shard",), other=_SEED),
     "train-mafa": StageRun(
         (*_TRAIN, "mafa", "--method", "mafa", "--init", "run:itc", "--groups", "m", "--edges", "itm", *_FEW),

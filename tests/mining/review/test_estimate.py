@@ -13,6 +13,7 @@ from scipy import stats
 from sklearn.isotonic import IsotonicRegression
 from sklearn.metrics import cohen_kappa_score
 
+from fnpipe.mining.edges.sample import BOUNDS, review_sample
 from fnpipe.mining.review.estimate import (
     NO,
     NOT_ANSWERED,
@@ -26,7 +27,6 @@ from fnpipe.mining.review.estimate import (
     precision_above,
     wilson,
 )
-from fnpipe.mining.review.sample import BOUNDS, review_sample
 
 Judged = tuple[np.ndarray, np.ndarray]
 REPEATS = 100

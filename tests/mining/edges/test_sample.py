@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fnpipe.mining.review.sample import BOUNDS, LEAST, allocation, numbers, review_sample
+from fnpipe.mining.edges.sample import BOUNDS, LEAST, allocation, numbers, review_sample
 
 PROBABILITIES = st.lists(st.floats(0, 1, width=32), min_size=1, max_size=120)
 

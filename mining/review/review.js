@@ -99,11 +99,11 @@ async function summarise() {
     cells.forEach((text, at) => made.append(Object.assign(document.createElement(at ? tag : "th"), { textContent: text })));
     return made;
   };
-  const percent = share => share === null ? "–" : `${(100 * share).toFixed(1)} %`;
+  const percent = share => share === null ? "–" : (100 * share).toFixed(1);
   const lines = found.told.filter(at => at.edges).map(at => row("td", [
     `${at.threshold}${at.threshold === found.tau_high ? " (labels)" : ""}`, at.edges.toLocaleString("en"), at.answered,
     percent(at.precision), `${percent(at.low)} to ${percent(at.high)}`]));
-  byId("summary").replaceChildren(row("th", ["p above", "edges", "answered", "right", "95 % interval"]), ...lines);
+  byId("summary").replaceChildren(row("th", ["p above", "edges", "asked", "right, %", "with 95 %"]), ...lines);
 }
 async function start(name) {
   reviewer = name; byId("who").hidden = true;

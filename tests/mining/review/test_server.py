@@ -209,7 +209,7 @@ def test_keys_answer_and_take_back_and_a_reload_goes_on(served: Served):
         press(page, "nyyyyyy")
         wait(page, "document.getElementById('summary').rows.length > 0")
         head, *lines = page.run("document.getElementById('summary').innerText").split("\n")
-        assert head.split("\t") == ["p above", "edges", "answered", "right", "95 % interval"]
+        assert head.split("\t") == ["p above", "edges", "asked", "right, %", "with 95 %"]
         # Everything is answered, so that nothing is left open.
         said = {
             float(row["match_probability"]): row["verdict"]
@@ -217,7 +217,7 @@ def test_keys_answer_and_take_back_and_a_reload_goes_on(served: Served):
         }
         for line, (threshold, mark) in zip(lines, {0.0: "0", 0.5: "0.5", 0.8: "0.8 (labels)"}.items(), strict=True):
             above = [verdict for p, verdict in said.items() if p > threshold]
-            right = f"{above.count('yes') / len(above):.1%}".replace("%", " %")
+            right = f"{100 * above.count('yes') / len(above):.1f}"
             assert line.split("\t") == [mark, str(len(above)), str(len(above)), right, f"{right} to {right}"]
         assert text(page, "totals") == "6 answers to 6 edges, by ann."
         # Markup in captions was seen on the way, and stayed text.
@@ -245,6 +245,29 @@ def test_on_a_phone_nothing_is_wider_than_the_screen_and_a_name_is_asked_once(se
         page.run("document.querySelector('[data-verdict=no]').click()")
         wait(page, "unsent === 0")
         assert [row[3:] for row in kept(served.review.path)] == [("Åsa B.", "no")]
+        for _ in range(5):
+            page.run("document.querySelector('[data-verdict=yes]').click()")
+        wait(page, "document.getElementById('summary').rows.length > 0")
+        assert page.run("document.documentElement.scrollWidth") <= 390
+        widest = (
+            "Math.max(...[...document.querySelectorAll('#summary td')].map(cell => cell.getBoundingClientRect().right))"
+        )
+        assert page.run(widest) <= page.run("document.getElementById('done').getBoundingClientRect().right")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium")
+def test_of_two_tabs_that_answer_the_same_both_answers_are_kept_and_the_later_counts(served: Served):
+    with browse(BROWSER) as one, browse(BROWSER) as other:
+        for page in (one, other):
+            reopen(page, served.door.url)
+        press(one, "yy")
+        wait(one, "unsent === 0")
+        press(other, "n")
+        wait(other, "unsent === 0")
+        assert [row[4] for row in kept(served.review.path)] == ["yes", "yes", "no"]
+        assert sorted(read_answers(served.review.workspace, "made")["verdict"].to_pylist()) == ["no", "yes"]
+        reopen(other, f"http://127.0.0.1:{served.door.port}/")
+        assert (text(other, "count"), text(other, "caption")) == ("2 of 6", served.review.mined[2])
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium")

@@ -16,6 +16,9 @@ MADE_BY = {
 # What `fnpipe shard` makes, by the first part of its path in the workspace.
 SHARDED = ("shards", "pairs", "images", "quarantine.parquet", "shuffled.parquet", "fnpipe.json")
 
+# `fnpipe prepare` makes a plan NAME apart from edges NAME-near, which it judged before.
+NEAR_EDGES = "-near"
+
 _NAME_FLAGS = {"graph": "--embeddings", "runs": "--run"}
 
 

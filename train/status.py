@@ -26,7 +26,7 @@ from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 _EXAMPLES = 5
 # What ``evaluate`` leaves in a run.
 _EVALUATION = "evaluation.json"
-GONE, DAMAGED = "files are gone", "damaged"
+GONE, DAMAGED, OUT_OF_DATE = "files are gone", "damaged", "out of date"
 # Methods whose runs train no matching head.
 _ON_EMBEDDINGS = ("adapter", "vacsr")
 _WITHOUT_HEAD = ("itc", "adapter", "vacsr")
@@ -143,6 +143,8 @@ class _Found:
     notes: Sequence[str] = ()
     # Whether the positives of edges are worth training with, as far as their record can tell.
     trusted: bool = True
+    # The command that makes the stale plan of a recipe anew.
+    recipe_again: str | None = None
 
     @property
     def kind(self) -> str:
@@ -185,7 +187,7 @@ def _stage(stage: Stage) -> _Found:
     try:
         stage.require()
     except InputError:
-        return _Found(stage.name, "out of date", *described)
+        return _Found(stage.name, OUT_OF_DATE, *described, recipe_again=stage.recipe_again(described[0]))
     trust = meta.get("trust")
     trusted = not isinstance(trust, dict) or trust.get("trusted") is not False
     return _Found(stage.name, "finished", *described, trusted)
@@ -204,7 +206,7 @@ def _run(run: Stage) -> _Found:
     except (ValueError, TypeError, KeyError, RecursionError):
         return _Found(run.name, DAMAGED, {}, {})
     if inputs.get("pairs") != run.workspace.digest:
-        return _Found(run.name, "out of date", inputs, params, notes)
+        return _Found(run.name, OUT_OF_DATE, inputs, params, notes)
     return _Found(run.name, "finished" if record.get("complete") else "not finished", inputs, params, notes)
 
 
@@ -223,9 +225,11 @@ def _next(root: Path, stages: Sequence[_Found]) -> str:
         if unfinished is not None:
             name = shlex.quote(unfinished.own_name)
             named = {"runs": f" --run {name} --resume", "graph": f" --embeddings {name}"}.get(kind, f" --name {name}")
-            again = " --overwrite" if unfinished.state in ("out of date", GONE, DAMAGED) and kind != "runs" else ""
+            again = " --overwrite" if unfinished.state in (OUT_OF_DATE, GONE, DAMAGED) and kind != "runs" else ""
             # A run knows how it was begun.
             flags = "" if kind == "runs" else ", with the flags it was begun with"
+            if unfinished.state == OUT_OF_DATE and unfinished.recipe_again:
+                return f"{unfinished.recipe_again}{flags}"
             return f"fnpipe {command} {shlex.quote(str(root))}{named}{again}{flags}"
     last = next(stage.own_name for stage in reversed(stages) if stage.kind == "runs")
     if (root / "runs" / last / _EVALUATION).is_file():

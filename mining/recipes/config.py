@@ -10,6 +10,7 @@ from fnpipe.mining.graph.config import GraphConfig
 from fnpipe.mining.plans.config import GroupConfig, parse_search_space
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.flags import flag
+from fnpipe.pipeline.made_by import NEAR_EDGES
 
 # Neighbours that are judged before the plan is made: a plan that knows 8 of them meets half as many false negatives
 # again, one that knows 24 no fewer.
@@ -50,6 +51,11 @@ class PrepareConfig:
     seed: int = flag(GroupConfig.seed, "Seed of everything drawn.")
     name: str | None = flag(None, "Of groups/NAME and edges/NAME; the recipe's if not given.")
     embeddings: str | None = flag(None, "Which embeddings; default: vacsr's own, else the only ones.")
+    replan: bool = flag(
+        False,
+        "After the edges NAME-near were relabelled or mined again: make the plan and its edges anew from them as they "
+        "are now; what they judged is taken over.",
+    )
     overwrite: bool = flag(False, "Make the plan and the edges afresh; the graph stays.")
     threads: int | None = None
 
@@ -75,7 +81,7 @@ class PrepareConfig:
         Args:
             graph: what the graph was begun with, where there is one.
         """
-        recipe, name, near = RECIPES[self.recipe], self.plan_name, f"{self.plan_name}-near"
+        recipe, name, near = RECIPES[self.recipe], self.plan_name, f"{self.plan_name}{NEAR_EDGES}"
         plan = GroupConfig(
             batch_size=self.batch_size,
             search_space=self.search_space,

@@ -53,15 +53,20 @@ def prepare(workspace: Workspace, config: PrepareConfig, con_d: AnyDiscriminator
     """Run the steps of the recipe that are not finished.
 
     Raises:
-        InputError: as the stages say; a graph with fewer neighbours than are judged; or a plan made from edges that
-            have other labels by now.
+        InputError: as the stages say; a graph with fewer neighbours than are judged; or a plan, or edges of a plan,
+            made from what is another by now, without ``config.replan``.
     """
     stages = _stages(workspace, config)
     if short := short_of_neighbours(workspace, stages):
         raise InputError(short)
-    if not config.overwrite:
-        _require_labels(workspace, stages)
-    return [Made(stage.name, _run(workspace, step, con_d)) for stage, step in stages]
+    if not (config.overwrite or config.replan) and (outdated := _first_outdated(workspace, stages)):
+        raise InputError(outdated)
+    made = []
+    for stage, step in stages:
+        # Asked just before the step: the edges of a plan are outdated by a plan that was made anew before them.
+        again = config.replan and _made_from_other(workspace, stage) is not None
+        made.append(Made(stage.name, _run(workspace, replace(step, overwrite=True) if again else step, con_d)))
+    return made
 
 
 def _run(workspace: Workspace, step: Step, con_d: AnyDiscriminator) -> dict[str, Any]:
@@ -95,19 +100,32 @@ def _as_labelled(stage: Stage, step: Step) -> Step:
     return replace(step, **{key: meta["params"].get(key) for key in ("tau_low", "tau_high", "positive_share")})
 
 
-def _require_labels(workspace: Workspace, stages: list[tuple[Stage, Step]]) -> None:
-    """Refuse a finished plan whose edges were relabelled since; what it avoids goes by their labels."""
-    for stage, step in stages:
-        if not isinstance(step, GroupConfig) or step.edges is None:
-            continue
-        edges, meta = workspace.stage(f"edges/{step.edges}"), stage.meta() or {}
-        if (edges.meta() or {}).get("complete") and meta.get("inputs", {}).get(
-            edges.name, edges.digest
-        ) != edges.digest:
-            raise InputError(
-                f"{stage.path}: made from {edges.name} with other labels than it has now; relabel that back, or run "
-                "`fnpipe prepare` again with --overwrite"
+def _first_outdated(workspace: Workspace, stages: list[tuple[Stage, Step]]) -> str | None:
+    """What is to be said of a plan, or of its edges, whose edges were relabelled or mined again since."""
+    for stage, _ in stages:
+        if source := _made_from_other(workspace, stage):
+            return (
+                f"{stage.path}: made from {source} before that was relabelled or made again; run the same "
+                "`fnpipe prepare` with --replan, which keeps the judged neighbours"
             )
+    return None
+
+
+def _made_from_other(workspace: Workspace, stage: Stage) -> str | None:
+    """The plan or the edges that the stage was made from and that are others by now, if there are such."""
+    meta = stage.meta()
+    if meta is None:
+        return None
+    params, made_from = meta["params"], dict(meta["inputs"])
+    for kind, key in (("groups", "groups"), ("edges", "known")):
+        if isinstance(params.get(key), dict):
+            made_from |= {f"{kind}/{name}": digest for name, digest in params[key].items()}
+    for name, digest in made_from.items():
+        if name.startswith(("edges/", "groups/")):
+            source = workspace.stage(name)
+            if (source.meta() or {}).get("complete") and source.digest != digest:
+                return name
+    return None
 
 
 def short_of_neighbours(workspace: Workspace, stages: list[tuple[Stage, Step]]) -> str | None:
@@ -129,8 +147,12 @@ def forecast(workspace: Workspace, config: PrepareConfig, con_d: AnyDiscriminato
     ahead: list[Ahead] = []
     stages = _stages(workspace, config)
     short = short_of_neighbours(workspace, stages)
+    outdated = None if config.overwrite or config.replan else _first_outdated(workspace, stages)
+    replanned = False
     for stage, step in stages:
-        anew = short is not None if isinstance(step, GraphConfig) else config.overwrite
+        # The edges of a plan go with it.
+        replanned = replanned or (config.replan and _made_from_other(workspace, stage) is not None)
+        anew = short is not None if isinstance(step, GraphConfig) else config.overwrite or replanned
         meta = None if anew else stage.meta()
         state = "to do" if meta is None else "finished" if meta.get("complete") else "begun"
         if state == "finished" or not isinstance(step, MineConfig):
@@ -143,7 +165,7 @@ def forecast(workspace: Workspace, config: PrepareConfig, con_d: AnyDiscriminato
                 rate = _rate(workspace, embeddings, con_d)
             most = _most(step, workspace, images, config.epochs)
             ahead.append(Ahead(stage.name, state, most, at_most=True, seconds=most / rate))
-    return ahead, [short] if short else []
+    return ahead, [note for note in (short, outdated) if note]
 
 
 def _most(step: MineConfig, workspace: Workspace, images: int, epochs: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import pyarrow as pa
 
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.files import lock
-from fnpipe.pipeline.made_by import MADE_BY
+from fnpipe.pipeline.made_by import MADE_BY, NEAR_EDGES
 from fnpipe.pipeline.workspace.manifest import read_manifest
 from fnpipe.pipeline.workspace.pairs import Pairs, read_dense, span_of
 from fnpipe.pipeline.workspace.pictures import Pictures, images_in
@@ -250,7 +251,20 @@ class Stage(RecordedDirectory):
             InputError: one of them is another by now.
         """
         for name, digest in inputs.items():
-            self._require_fresh(name, digest)
+            if self._is_other(name, digest):
+                recipe = self.recipe_again(inputs)
+                again = f"`{recipe}`, with its other flags" if recipe else f"`{self.command}` again with --overwrite"
+                raise InputError(f"{self.path}: made from other {name}; run {again}")
+
+    def recipe_again(self, inputs: Mapping[str, str]) -> str | None:
+        """The `fnpipe prepare` that makes the stale plan of a recipe anew, but for its other flags; else None."""
+        near = f"edges/{self.path.name}{NEAR_EDGES}"
+        if self.kind != "groups" or near not in inputs:
+            return None
+        # The edges are kept where nothing but them is another.
+        only_near = not any(self._is_other(name, digest) for name, digest in inputs.items() if name != near)
+        words = ["prepare", str(self.workspace.root), "--name", self.path.name]
+        return f"fnpipe {shlex.join(words)} {'--replan' if only_near else '--overwrite'}"
 
     def number(self, *keys: str) -> int:
         """A whole number that ``meta.json`` of the finished stage holds, such as ``number("params", "epochs")``.
@@ -265,16 +279,15 @@ class Stage(RecordedDirectory):
             raise InputError(f"{self.record}: damaged (no {keys[-1]!r}); run `{self.command}` with --overwrite")
         return value
 
-    def _require_fresh(self, name: str, digest: str) -> None:
-        stale = InputError(f"{self.path}: made from other {name}; run `{self.command}` again with --overwrite")
+    def _is_other(self, name: str, digest: str) -> bool:
+        """Whether an input of this name and digest is another by now."""
         if name == "pairs":
-            if digest != self.workspace.digest:
-                raise stale
-        elif name.partition("/")[0] in MADE_BY and not name.startswith("runs/"):
-            source = self.workspace.stage(name)
-            # An input that was thrown away cannot contradict what was made from it.
-            if source.meta() is not None and source.digest != digest:
-                raise stale
+            return digest != self.workspace.digest
+        if name.partition("/")[0] not in MADE_BY or name.startswith("runs/"):
+            return False
+        source = self.workspace.stage(name)
+        # An input that was thrown away cannot contradict what was made from it.
+        return source.meta() is not None and source.digest != digest
 
     def list_beside(self, outputs: Sequence[str | Path]) -> None:
         """Add files to the list of a finished stage; its digest stays."""

@@ -144,12 +144,50 @@ def test_edges_that_were_relabelled_stay_and_a_plan_made_from_those_says_so(work
     assert files(workspace.root) == held
     assert run(["relabel", str(workspace.root), "--edges", "avoid-near", "--tau-low", "0.6"]) == 0
     capsys.readouterr()
+    told = "made from edges/avoid-near before that was relabelled or made again"
     assert prepare(workspace) == 2
-    assert (
-        "made from edges/avoid-near with other labels than it has now; relabel that back, or" in capsys.readouterr().err
-    )
+    assert f"{told}; run the same `fnpipe prepare` with --replan" in capsys.readouterr().err
+    assert prepare(workspace, "--plan", "--json") == 0
+    assert told in json.loads(capsys.readouterr().out)["notes"][0]
     assert run(["relabel", str(workspace.root), "--edges", "avoid-near"]) == 0
     assert prepare(workspace) == 0
+
+
+def test_a_plan_is_made_anew_from_relabelled_edges_without_judging_them_again(workspace: Workspace, capsys):
+    root = str(workspace.root)
+    assert prepare(workspace) == 0
+    assert run(["relabel", root, "--edges", "avoid", "--tau-high", "0.9"]) == 0
+    assert run(["relabel", root, "--edges", "avoid-near", "--tau-low", "0.6"]) == 0
+    before = files(workspace.root)
+    capsys.readouterr()
+    assert prepare(workspace, "--replan", "--plan", "--json") == 0
+    ahead = json.loads(capsys.readouterr().out)
+    assert [step["state"] for step in ahead["steps"]] == ["finished", "finished", "to do", "to do"]
+    assert ahead["notes"] == []
+    assert prepare(workspace, "--replan", "--json") == 0
+    *_, judged = json.loads(capsys.readouterr().out)["steps"]
+    after = files(workspace.root)
+    kept = [name for name in before if name.startswith(("graph/", "edges/avoid-near/", "edges/.avoid-near"))]
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
+    assert after["groups/avoid/meta.json"] != before["groups/avoid/meta.json"]
+    assert judged["summary"]["known"] > 0
+    assert judged["summary"]["tau_high"] == 0.9
+    assert workspace.stage("groups/avoid").require()["params"]["avoid_above"] == 0.6
+    for words in ((), ("--replan",)):
+        assert prepare(workspace, *words) == 0
+        assert files(workspace.root) == after
+
+
+def test_a_stale_plan_of_a_recipe_is_made_again_by_prepare(workspace: Workspace, capsys):
+    root = str(workspace.root)
+    assert prepare(workspace) == 0
+    assert run(["relabel", root, "--edges", "avoid-near", "--tau-low", "0.6"]) == 0
+    capsys.readouterr()
+    again = f"fnpipe prepare {root} --name avoid --replan"
+    assert run(["mine-connections", root, "--discriminator", "clip", "--groups", "avoid", "--name", "other"]) == 2
+    assert f"made from other edges/avoid-near; run `{again}`, with its other flags" in capsys.readouterr().err
+    assert run(["status", root]) == 0
+    assert f"{again}, with the flags it was begun with" in capsys.readouterr().out
 
 
 class Killed(BaseException):

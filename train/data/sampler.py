@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image
 from torch.utils.data import Dataset, Sampler
 
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, one_line
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 from fnpipe.train.data.pictures import Samples
 from fnpipe.train.data.plans import PlannedBatches, batches_each, batches_of_rank
@@ -138,12 +138,7 @@ class PairDataset(Dataset[tuple[Any, Any, int, int]]):
         pictures = [self._picture(*one) for one in zip(image_ids, self._samples.decode(image_ids), strict=True)]
         texts: Sequence[Any] = self._samples.texts(ids)
         if self._tokenizer is not None:
-            captions, texts = texts, self._tokenizer(list(texts))
-            if len(texts) != len(captions):
-                raise InputError(
-                    f"tokenizer gave {len(texts)} rows for {len(captions)} captions; it is asked for a whole list at "
-                    "once, as open_clip's are: wrap one that takes a single caption"
-                )
+            texts = _tokenised(self._tokenizer, list(texts))
         return list(zip(pictures, texts, image_ids.tolist(), ids.tolist(), strict=True))
 
     def _picture(self, image_id: int, rgb: np.ndarray | None) -> Any:
@@ -155,3 +150,15 @@ class PairDataset(Dataset[tuple[Any, Any, int, int]]):
                 "pictures, and a plan of `fnpipe group --sampling grit` goes without them"
             )
         return self._transform(Image.fromarray(rgb))
+
+
+def _tokenised(tokenizer: Callable[[list[str]], Sequence[Any]], captions: list[str]) -> Sequence[Any]:
+    asked = "it is asked for a whole list at once, as open_clip's are: wrap one that takes a single caption"
+    try:
+        texts = tokenizer(captions)
+    except (AttributeError, TypeError) as error:
+        # What a function of one text says of a list: it has no .lower(), or is no str.
+        raise InputError(f"tokenizer does not take a list of captions ({one_line(error)}); {asked}") from error
+    if len(texts) != len(captions):
+        raise InputError(f"tokenizer gave {len(texts)} rows for {len(captions)} captions; {asked}")
+    return texts

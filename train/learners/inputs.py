@@ -96,7 +96,7 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
     check_batch_size(source.batch_size, config.batch_size, workspace)
     mined = find_edges(workspace, config) if config.method_losses.ecm or config.edges is not None else None
     edges, bound, thresholds = _labelled(mined, config)
-    digests = {"pairs": workspace.digest, **{stage.name: stage.digest for stage in (*made_of, mined) if stage}}
+    digests = _digests(workspace, config, [*made_of, *([mined] if mined else [])])
     truth = open_truth(workspace, config.truth, digests)
     samples = Samples.of(workspace)
     stream = open_stream(config, turns)
@@ -118,6 +118,13 @@ def open_inputs(workspace: Workspace, config: TrainConfig, architecture: str) ->
         stream=stream,
         digests=digests,
     )
+
+
+def _digests(workspace: Workspace, config: TrainConfig, stages: list[Stage]) -> dict[str, str]:
+    """What the run is made from; edges that say no more than which recorded pairs are doubted are an input as well."""
+    if config.min_recorded_probability > 0:
+        stages = [*stages, find_edges(workspace, config)]
+    return {"pairs": workspace.digest, **{stage.name: stage.digest for stage in stages}}
 
 
 def open_batches(workspace: Workspace, config: TrainConfig, turns: Sequence[Turn], drawn: RandomBatches) -> BatchSource:
@@ -230,8 +237,9 @@ def open_stream(config: TrainConfig, turns: Sequence[Turn]) -> MaterializedPictu
 def find_edges(workspace: Workspace, config: TrainConfig) -> Stage:
     """The edges that are named, or the only ones there are."""
     if config.edges is None and not workspace.names("edges"):
+        needs = config.method if config.method_losses.ecm else "min_recorded_probability"
         raise InputError(
-            f"{workspace.root}: no edges, which {config.method} needs; "
+            f"{workspace.root}: no edges, which {needs} needs; "
             f"make some with `fnpipe mine-connections {workspace.root}`"
         )
     return workspace.resolve("edges", config.edges, "--edges")

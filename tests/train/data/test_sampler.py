@@ -136,3 +136,9 @@ def test_a_picture_that_cannot_be_decoded_is_named(make_workspace: MakeWorkspace
     dataset = PairDataset(Workspace.open(workspace.root), pixels)
     with pytest.raises(InputError, match=r"00000\.tar: the picture of image 1 cannot be decoded"):
         dataset[1]
+
+
+@pytest.mark.parametrize("one_text", [str.lower, lambda text: text.strip()])
+def test_a_tokenizer_of_one_text_is_refused_in_one_line(plan, one_text):
+    with pytest.raises(InputError, match=r"tokenizer does not take a list of captions \(.*\); it is asked for a whole"):
+        PairDataset(plan.workspace, pixels, one_text)[5]

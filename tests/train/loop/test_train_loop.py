@@ -22,7 +22,7 @@ import torch
 from conftest import MakeWorkspace, flat_colour, png
 from fnpipe.mining.edges.labels import named
 from fnpipe.mining.edges.reader import EDGES_SCHEMA
-from fnpipe.mining.edges.relabel import finish_edges
+from fnpipe.mining.edges.relabel import finish_edges, relabel
 from fnpipe.mining.edges.thresholds import LABELS, SOURCES
 from fnpipe.mining.plans.plan import PLAN_SCHEMA
 from fnpipe.pipeline.errors import InputError
@@ -429,6 +429,15 @@ def test_recorded_pairs_that_are_doubted_are_left_out(mafa_workspace: Workspace)
     summary = train(mafa_workspace, {**MAFA, "min_recorded_probability": 0.5}, run="r")
     assert summary["steps"] == 10
     assert summary["images_seen"] == 2 * 19
+    # Without mined positives the edges are an input all the same.
+    itc = {**FAST, "method": "itc", "batch_size": 4, "epochs": 1, "min_recorded_probability": 0.5}
+    train(mafa_workspace, itc, run="itc")
+    relabel(mafa_workspace, "made", 0.01, 0.99)
+    with pytest.raises(InputError, match="runs/itc: made from other edges/made"):
+        train(mafa_workspace, itc, run="itc", resume=True)
+    shutil.rmtree(edges.path)
+    with pytest.raises(InputError, match="no edges, which min_recorded_probability needs"):
+        train(mafa_workspace, itc, run="other")
 
 
 @pytest.mark.parametrize("method", ["albef", "mafa"])

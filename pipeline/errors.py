@@ -25,6 +25,6 @@ def nearest(word: str, known: list[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def counted(count: int, one: str, many: str) -> str:
-    """A count with the words that go with it: ``counted(1, "text has", "texts have")``."""
-    return f"{count:,} {one if count == 1 else many}"
+def counted(count: int, one: str, many: str | None = None) -> str:
+    """A count with the words that go with it: ``counted(1, "text has", "texts have")``; many are ``one`` with an s."""
+    return f"{count:,} {one if count == 1 else many or f'{one}s'}"

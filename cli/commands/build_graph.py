@@ -7,6 +7,7 @@ from dataclasses import asdict
 from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit
 from fnpipe.cli.options import Given, flags_of
 from fnpipe.mining.graph.config import GraphConfig
+from fnpipe.pipeline.errors import counted
 from fnpipe.pipeline.machine.shown import shown
 
 
@@ -24,8 +25,8 @@ def build_graph_command(workspace: WorkspaceArgument, given: Given, as_json: Jso
     summary = build_graph(opened, GraphConfig(**given))
 
     def render() -> None:
-        of = f"{summary.images:,} images and {summary.pairs:,} pairs"
-        print(f"graph/{shown(summary.graph)}: {summary.k} neighbours of {of}")
+        of = f"{counted(summary.images, 'image')} and {counted(summary.pairs, 'pair')}"
+        print(f"graph/{shown(summary.graph)}: {counted(summary.k, 'neighbour')} of {of}")
         recall = ", ".join(f"{name} {value:.3f}" for name, value in summary.recall.items()) or "not checked"
         blas = f" (FAISS's BLAS: {summary.blas})" if summary.blas else ""
         print(f"index {summary.index}{blas}, recall against exact search: {recall}")

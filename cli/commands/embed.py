@@ -12,7 +12,7 @@ import typer
 from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit
 from fnpipe.cli.options import After, Given, flags_of
 from fnpipe.pipeline.embed.config import EmbedConfig
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.machine.shown import shown
 from fnpipe.train.judges.specs import load_encoder
 
@@ -142,7 +142,7 @@ def _required(model: str | None) -> str:
 
 def _render(summary: EmbedSummary) -> None:
     made = summary.shards - summary.shards_done_before
-    this_run = f"{made:,} of {summary.shards:,} shards in {summary.seconds:,.1f} s"
+    this_run = f"{made:,} of {counted(summary.shards, 'shard')} in {summary.seconds:,.1f} s"
     _print_row(summary, {"this run": this_run})
     for note in summary.notes:
         print(shown(f"note: {note}"))

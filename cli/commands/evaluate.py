@@ -6,6 +6,7 @@ from typing import Any
 
 from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit
 from fnpipe.cli.options import Given, flags_of
+from fnpipe.pipeline.errors import counted
 from fnpipe.train.evaluation.config import EvaluateConfig
 
 _COLUMNS = (("R@1", "r1"), ("R@5", "r5"), ("R@10", "r10"), ("R-Precision", "rp"), ("mAP@R", "map_at_r"))
@@ -36,9 +37,11 @@ def _print_figures(summary: dict[str, Any]) -> None:
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     why = " (the default)" if summary["default_split"] else ""
-    console.print(f"On {summary['on']}{why}: {summary['images']:,} images, {summary['captions']:,} captions.")
+    console.print(
+        f"On {summary['on']}{why}: {counted(summary['images'], 'image')}, {counted(summary['captions'], 'caption')}."
+    )
     if summary["left_out"]:
-        console.print(f"Left out, without a usable picture or embedding: {summary['left_out']:,} images.")
+        console.print(f"Left out, without a usable picture or embedding: {counted(summary['left_out'], 'image')}.")
     for note in summary["notes"]:
         console.print(note)
     columns = [(title, key) for title, key in _COLUMNS if f"tr_{key}" in summary["dual"]]
@@ -68,7 +71,9 @@ def _print_eccv(summary: dict[str, Any]) -> None:
 
     console = Console(highlight=False, markup=False, soft_wrap=True)
     by = {"text": "known by their text", "order": "taken in the order of the source"}[summary["captions_by"]]
-    console.print(f"On {summary['on']}: {summary['images']:,} images, {summary['captions']:,} captions, {by}.")
+    console.print(
+        f"On {summary['on']}: {counted(summary['images'], 'image')}, {counted(summary['captions'], 'caption')}, {by}."
+    )
     titles = {"coco_1k": "COCO 1k", "coco_5k": "COCO 5k", "cxc": "CxC", "eccv": "ECCV Caption"}
     for title_of_list, measured in _lists(summary).items():
         table = Table(title_of_list, "direction", *(title for title, _ in _COLUMNS), "RSUM", box=None)

@@ -10,6 +10,7 @@ import typer
 from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit
 from fnpipe.cli.options import Given, flags_of
 from fnpipe.mining.exports.config import ExportConfig
+from fnpipe.pipeline.errors import counted
 from fnpipe.pipeline.machine.shown import shown
 
 
@@ -32,12 +33,13 @@ def export_command(
     summary = export(Workspace.open(workspace), config, directory)
 
     def render() -> None:
-        pairs = f"{summary.recorded:,} recorded pairs and {summary.mined:,} mined ({summary.by_identity:,} by identity)"
+        recorded = counted(summary.recorded, "recorded pair")
+        pairs = f"{recorded} and {summary.mined:,} mined ({summary.by_identity:,} by identity)"
         if summary.form == "label-studio":
             pairs = "mined captions for people to judge"
-        print(f"{shown(summary.path)}: {pairs}, {summary.images:,} images")
+        print(f"{shown(summary.path)}: {pairs}, {counted(summary.images, 'image')}")
         for name, rows in summary.rows.items():
-            print(f"  {name}: {rows:,} rows")
+            print(f"  {name}: {counted(rows, 'row')}")
         for note in summary.notes:
             print(f"note: {note}")
         for line in summary.load.splitlines():

@@ -10,6 +10,7 @@ import typer
 from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit
 from fnpipe.cli.options import After, Given, flags_of
 from fnpipe.mining.plans.config import GroupConfig
+from fnpipe.pipeline.errors import counted
 from fnpipe.pipeline.machine.shown import shown
 
 
@@ -39,9 +40,10 @@ def group_command(
 
     def render() -> None:
         rows = summary.planned + summary.dropped
-        what = "images" if given["captions"] == "one" else f"pairs of {summary.images:,} images"
+        what = "images" if given["captions"] == "one" else f"pairs of {counted(summary.images, 'image')}"
         print(
-            f"groups/{summary.groups}: {summary.epochs} epochs of {summary.batches:,} batches of {summary.batch_size}; "
+            f"groups/{summary.groups}: {counted(summary.epochs, 'epoch')} of "
+            f"{counted(summary.batches, 'batch', 'batches')} of {summary.batch_size}; "
             f"{summary.planned:,} of {rows:,} {what} planned, {summary.dropped:,} left over"
         )
         if summary.steps:
@@ -52,6 +54,6 @@ def group_command(
                 + ", ".join(f"{said.get(how, f'by {how}')} {count / total:.2%}" for how, count in summary.steps.items())
             )
         if materialize_into:
-            print(f"{shown(materialize_into)}: {shards:,} shards in batch order")
+            print(f"{shown(materialize_into)}: {counted(shards, 'shard')} in batch order")
 
     emit({**asdict(summary), "shards": shards}, as_json, render)

@@ -79,7 +79,10 @@ def _render(
     if accuracy is not None:
         _render_accuracy(accuracy)
     if page is not None:
-        print(f"{shown(page.path)}: {page.shown:,} of {page.connections:,} connections of {page.images:,} images")
+        print(
+            f"{shown(page.path)}: {page.shown:,} of {counted(page.connections, 'connection')} of "
+            f"{counted(page.images, 'image')}"
+        )
 
 
 def _render_view(view: EdgeView, name: str) -> None:
@@ -115,7 +118,7 @@ def _render_view(view: EdgeView, name: str) -> None:
     if view.rows:
         console.print(table)
     counts = ", ".join(f"{view.labels[label]:,} {label}" for label in ("positive", "ambiguous", "negative"))
-    console.print(Text(shown(f"{len(view.rows):,} of {view.matching:,} rows; {name} has {counts}")))
+    console.print(Text(shown(f"{len(view.rows):,} of {counted(view.matching, 'row')}; {name} has {counts}")))
 
 
 def _render_accuracy(accuracy: EdgeAccuracy) -> None:
@@ -142,7 +145,10 @@ def _render_accuracy(accuracy: EdgeAccuracy) -> None:
         f"({share(accuracy.similarity_auroc)}), calibration error {share(accuracy.ece)}"
     )
     if accuracy.identity:
-        print(f"by identity, apart: {accuracy.identity:,} edges, {share(accuracy.identity_precision)} of them true")
+        print(
+            f"by identity, apart: {counted(accuracy.identity, 'edge')}, "
+            f"{share(accuracy.identity_precision)} of them true"
+        )
 
 
 @flags_of(ReviewConfig)

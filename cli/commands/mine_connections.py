@@ -12,7 +12,7 @@ import typer
 from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit, how_long
 from fnpipe.cli.options import After, Given, flags_of
 from fnpipe.mining.connections.config import MineConfig, MineRequest
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.machine.shown import shown
 from fnpipe.train.judges.specs import UNCALIBRATED, embeddings_for, load_discriminator, reading_judge
 
@@ -124,9 +124,9 @@ def _finite(summary: dict[str, Any]) -> dict[str, Any]:
 
 def _render_plan(plan: Forecast) -> None:
     for source, new in plan.new_per_source.items():
-        print(f"{shown(source)}: {new:,} new combinations")
+        print(f"{shown(source)}: {counted(new, 'new combination')}")
     print(
-        f"{plan.unique_combinations:,} unique combinations of {plan.images:,} images: "
+        f"{counted(plan.unique_combinations, 'unique combination')} of {counted(plan.images, 'image')}: "
         f"{plan.judgements:,} to judge, {plan.identity:,} true by identity"
         + (f", {plan.known:,} known" if plan.known else "")
     )
@@ -139,7 +139,7 @@ def _render_summary(workspace: str, summary: MineSummary, too_sure: str | None =
     labels = summary.labels
     taken_over = f" + {summary.known:,} taken over" if summary.known else ""
     print(
-        f"edges/{shown(summary.edges)}: {summary.unique_combinations:,} unique combinations = "
+        f"edges/{shown(summary.edges)}: {counted(summary.unique_combinations, 'unique combination')} = "
         f"{summary.judgements - summary.known:,} judged{taken_over} + {summary.identity:,} by identity + "
         f"{summary.undecodable:,} whose picture does not decode"
     )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit, how_long
 from fnpipe.cli.options import Given, flags_of
 from fnpipe.mining.recipes.config import PrepareRequest
+from fnpipe.pipeline.errors import counted
 from fnpipe.pipeline.machine.shown import shown
 
 if TYPE_CHECKING:
@@ -87,10 +88,12 @@ def _holds(step: Made) -> str:
     """What a stage holds, in a few words."""
     told = step.summary
     if step.stage.startswith("graph/"):
-        return f"{told['k']} neighbours of {told['images']:,} images and {told['pairs']:,} pairs"
+        of = f"{counted(told['images'], 'image')} and {counted(told['pairs'], 'pair')}"
+        return f"{counted(told['k'], 'neighbour')} of {of}"
     if step.stage.startswith("groups/"):
         apart = [f"{told['steps'][key]:,} {key}" for key in ("avoided", "forced") if key in told["steps"]]
-        plan = f"{told['epochs']} epochs of {told['batches']:,} batches of {told['batch_size']}"
+        batches = counted(told["batches"], "batch", "batches")
+        plan = f"{counted(told['epochs'], 'epoch')} of {batches} of {told['batch_size']}"
         return ", ".join([plan, *apart])
     known = f", {told['known']:,} taken over" if told["known"] else ""
     return f"{told['judgements'] - told['known']:,} judged{known}; {told['labels']['positive']:,} positive"

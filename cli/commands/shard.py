@@ -9,6 +9,7 @@ import typer
 
 from fnpipe.cli.app import JsonFlag, OverwriteFlag, emit
 from fnpipe.cli.options import Given, flags_of
+from fnpipe.pipeline.errors import counted
 from fnpipe.pipeline.machine.shown import shown
 from fnpipe.pipeline.shard.config import ShardConfig
 
@@ -47,7 +48,7 @@ def shard_command(
 
 def _print_shard(summary: dict[str, Any]) -> None:
     for source in summary["sources"]:
-        print(f"{shown(source['path'])}: {source['format']}, {source['rows']:,} rows")
+        print(f"{shown(source['path'])}: {source['format']}, {counted(source['rows'], 'row')}")
     if summary["already_finished"]:
         print("already finished; nothing was changed")
     print_counts(summary)
@@ -73,4 +74,7 @@ def print_counts(summary: dict[str, Any]) -> None:
     if "shuffled" in summary:
         print(f"wrong pairs made by --shuffle-captions: {summary['shuffled']:,} (shuffled.parquet)")
     splits = ", ".join(f"{shown(name)} {count:,}" for name, count in summary["splits"].items())
-    print(f"{summary['images']:,} images, {summary['pairs']:,} pairs ({splits}) in {summary['shards']:,} shards")
+    print(
+        f"{counted(summary['images'], 'image')}, {counted(summary['pairs'], 'pair')} ({splits}) in "
+        f"{counted(summary['shards'], 'shard')}"
+    )

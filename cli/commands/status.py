@@ -9,6 +9,7 @@ import typer
 
 from fnpipe.cli.app import JsonFlag, emit
 from fnpipe.cli.commands.shard import print_counts
+from fnpipe.pipeline.errors import counted
 from fnpipe.pipeline.machine.shown import shown
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def status_command(
 
 def _print_verified(found: Verified) -> None:
     looked_at = ", ".join(f"{count:,} {kind}" for kind, count in found.looked_at.items())
-    print(shown(f"{found.workspace}: looked at {looked_at}, {found.pictures:,} pictures"))
+    print(shown(f"{found.workspace}: looked at {looked_at}, {counted(found.pictures, 'picture')}"))
     for name in found.unfinished:
         print(shown(f"{name} is not finished, and was left out"))
     for finding in found.findings:
@@ -70,7 +71,7 @@ def _print_status(summary: dict[str, Any]) -> None:
 
     print(f"{shown(summary['workspace'])}: {summary['state']}")
     for source in summary["sources"]:
-        rows = f", {source['rows']:,} rows" if "rows" in source else ""
+        rows = f", {counted(source['rows'], 'row')}" if "rows" in source else ""
         print(f"from {shown(source['path'])} ({source['format']}{rows})")
     if "counts" in summary:
         print_counts(summary["counts"])

@@ -9,7 +9,7 @@ import typer
 
 from fnpipe.cli.app import JsonFlag, OverwriteFlag, WorkspaceArgument, emit
 from fnpipe.cli.options import After, Given, flags_of
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.machine.shown import shown
 from fnpipe.train.falcon.keys import FalconKeys
 
@@ -100,11 +100,12 @@ def _print_training(workspace: str, summary: dict[str, Any]) -> None:
     losses = ", ".join(f"{name} {value:.3f}" for name, value in (summary.get("losses") or {}).items())
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(
-        f"{shown(summary['run'])}: {shown(summary['model'])} by {summary['method']}, {summary['epochs']} epochs, "
-        f"{summary['steps']:,} steps, {summary['seconds']:,.0f} s. Last step: {losses}."
+        f"{shown(summary['run'])}: {shown(summary['model'])} by {summary['method']}, "
+        f"{counted(summary['epochs'], 'epoch')}, {counted(summary['steps'], 'step')}, "
+        f"{summary['seconds']:,.0f} s. Last step: {losses}."
     )
     if summary.get("unreadable"):
-        console.print(f"Left out, since their pictures cannot be decoded: {summary['unreadable']:,} rows.")
+        console.print(f"Left out, since their pictures cannot be decoded: {counted(summary['unreadable'], 'row')}.")
     for note in summary.get("notes", ()):
         console.print(f"{note}.")
     console.print(f"Next: fnpipe evaluate {shown(shlex.quote(workspace))} --run {shown(shlex.quote(summary['run']))}")

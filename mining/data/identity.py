@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fnpipe.mining.data.keys import combination_keys, contains
+from fnpipe.pipeline.errors import counted
 from fnpipe.pipeline.workspace.workspace import Workspace
 
 # A picture with more different captions is a stand-in ("image not available"), and a caption on more different pictures
@@ -22,8 +23,8 @@ def identity_notes(bound: int, beyond: Sequence[int]) -> list[str]:
     if not bound or not (pictures or captions):
         return []
     return [
-        f"identity concludes nothing of {pictures:,} pictures with more than {bound} different captions and "
-        f"{captions:,} captions on more than {bound} different pictures"
+        f"identity concludes nothing of {counted(pictures, 'picture')} with more than {bound} different captions and "
+        f"{counted(captions, 'caption')} on more than {bound} different pictures"
     ]
 
 

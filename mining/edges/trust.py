@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from fnpipe.mining.data.ranking import auroc
+from fnpipe.pipeline.errors import counted
 from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.workspace.workspace import Stage
 
@@ -49,7 +50,7 @@ class Trust:
     def sentence(self) -> str:
         """The figures, and what they mean."""
         figures = (
-            f"{self.recorded_above:.1%} of {self.recorded:,} recorded pairs and {self.random_above:.1%} of "
+            f"{self.recorded_above:.1%} of {counted(self.recorded, 'recorded pair')} and {self.random_above:.1%} of "
             f"{self.random:,} random ones lie above the threshold; a recorded one has the higher p in {self.auroc:.1%} "
             "of comparisons"
         )

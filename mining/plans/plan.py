@@ -20,8 +20,15 @@ def plan_path(stage: Stage, epoch: int) -> Path:
 
 
 def plan_epochs(stage: Stage) -> int:
-    """How many epochs the finished plan ``stage`` has."""
-    return max(1, stage.number("params", "epochs"))
+    """How many epochs the finished plan ``stage`` has.
+
+    Raises:
+        InputError: its record names another number than it lists: epochs would be left out without a word.
+    """
+    epochs = max(1, stage.number("params", "epochs"))
+    if (listed := len(stage.outputs())) != epochs:
+        raise atomic.damaged(stage.record, f"{epochs} epochs, and {listed} listed")
+    return epochs
 
 
 def read_plan(stage: Stage, epoch: int) -> pa.Table:

@@ -24,7 +24,7 @@ from fnpipe.mining.plans.conflicts import KnownMatches, count_forced, repair
 from fnpipe.mining.plans.graph_walk import walk_bytes, walk_graph
 from fnpipe.mining.plans.plan import PLAN_SCHEMA, plan_path
 from fnpipe.mining.plans.search_spaces import chain_spaces, read_spaces
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.files import tables
 from fnpipe.pipeline.machine.memory import total_memory
 from fnpipe.pipeline.workspace.embeddings import Embeddings
@@ -69,7 +69,7 @@ def group(workspace: Workspace, config: GroupConfig) -> GroupSummary:
         planned = train_pairs.batches_of_rounds(config.batch_size) * config.batch_size
     if not planned:
         raise InputError(
-            f"{workspace.root}: {images} images make no batch of {config.batch_size}; "
+            f"{workspace.root}: {counted(images, 'image makes', 'images make')} no batch of {config.batch_size}; "
             "choose a smaller --batch-size, or --keep-last"
         )
     _require_memory(config, images, graph, embeddings.width if embeddings else 0)

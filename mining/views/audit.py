@@ -26,7 +26,7 @@ from fnpipe.mining.plans.stage import plan_epoch
 from fnpipe.mining.views.config import AuditConfig, SearchSpace
 from fnpipe.mining.views.hardest import Hardest, hardest_negatives
 from fnpipe.mining.views.known_shares import Shares, shares_by_edges
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace, reading
 
@@ -194,14 +194,17 @@ def _choose_spaces(
     default = [n * config.batch_size for n in _SPACES_IN_BATCHES]
     wanted: tuple[SearchSpace, ...] = config.search_space or (*default, ALL)
     if images < config.batch_size:
-        raise InputError(f"{workspace.root}: {images} images make no batch of {config.batch_size}; use --batch-size")
+        raise InputError(
+            f"{workspace.root}: {counted(images, 'image makes', 'images make')} no batch of "
+            f"{config.batch_size}; use --batch-size"
+        )
     spaces: list[SearchSpace] = []
     skipped = {}
     for space in wanted:
         if space == ALL and name not in workspace.names("graph"):
             skipped[str(space)] = f"there is no graph {name!r}; run `fnpipe build-graph {workspace.root}`"
         elif space != ALL and space > images:
-            skipped[str(space)] = f"larger than the {images} images"
+            skipped[str(space)] = f"larger than the {counted(images, 'image')}"
         else:
             spaces.append(space)
     if config.search_space and skipped:

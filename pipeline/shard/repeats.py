@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import pyarrow as pa
 
+from fnpipe.pipeline.errors import counted
+
 # The identity rule concludes nothing beyond this number either. COCO has 5 captions per picture.
 MOST_USUAL = 20
 _NAMED = 3
@@ -63,8 +65,9 @@ class Repeats:
         ):
             if groups := large_groups(one, other):
                 named = ", ".join(_named(what, group, *at(group.first)) for group in groups[:_NAMED])
+                stand = counted(len(groups), f"{what[:-1]} stands", f"{what} stand")
                 notes.append(
-                    f"{len(groups):,} {what} stand with more than {MOST_USUAL} different {others} each, in "
+                    f"{stand} with more than {MOST_USUAL} different {others} each, in "
                     f"{sum(group.pairs for group in groups):,} of {len(one):,} pairs; most of all {named}"
                 )
         return notes

@@ -32,7 +32,7 @@ def test_train_then_evaluate_prints_results_on_stdout_and_progress_on_stderr(
     root = str(make_workspace(12, splits=["train"] * 8 + ["test"] * 4, folder="my work").root)
     assert run_cli(["train", root, "--method", "albef", "--run", "r", *FAST]) == 0
     out, err = capsys.readouterr()
-    assert "r: fnpipe-tiny by albef, 1 epochs, 2 steps" in out
+    assert "r: fnpipe-tiny by albef, 1 epoch, 2 steps" in out
     assert f"Next: fnpipe evaluate '{root}' --run r" in out
     assert "epoch 1 of 1: loss " in err
     assert run_cli(["train", root, "--method", "albef", "--run", "r", *FAST, "--json"]) == 0

@@ -92,7 +92,7 @@ def test_identity_makes_no_more_than_its_bound_in_any_stage(source: Path, tmp_pa
     mine = ["mine-connections", root, "--discriminator", "clip", "--positive-share", "0.02"]
     made = {"with": answer(capsys, *mine, "--name", "with")}
     made["without"] = answer(capsys, *mine, "--name", "without", "--no-identity")
-    assert "identity concludes nothing of 1 pictures" in made["with"]["notes"][0]
+    assert "identity concludes nothing of 1 picture " in made["with"]["notes"][0]
     assert 0 < made["with"]["identity"] <= copies
     assert made["without"]["identity"] == 0
     assert made["with"]["unique_combinations"] == made["without"]["unique_combinations"]

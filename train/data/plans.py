@@ -14,7 +14,7 @@ import numpy as np
 
 from fnpipe.mining.data.train_pairs import TrainPairs
 from fnpipe.mining.plans.plan import read_plan
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 
@@ -165,7 +165,9 @@ def batches_each(n_batches: int, world: int) -> int:
         InputError: there are fewer batches than processes.
     """
     if n_batches < world:
-        raise InputError(f"{n_batches} batches an epoch are too few for {world} processes")
+        raise InputError(
+            f"{counted(n_batches, 'batch an epoch is', 'batches an epoch are')} too few for {world} processes"
+        )
     return n_batches // world
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.files.text import open_text
 from fnpipe.pipeline.sources.captions import clean_caption
 from fnpipe.pipeline.sources.json_rows import JsonStream
@@ -109,8 +109,8 @@ def _by_order(workspace: Workspace, test: CocoTest, captions: _Captions) -> np.n
     if short:
         name, has = image_name(int(test.image_ids[short[0]])), len(captions.pair_ids[short[0]])
         raise InputError(
-            f"{workspace.root}: {len(short):,} images have fewer than {each} captions ({name} has {has}: equal ones "
-            f"are kept once), so their order does not say which are which; {way_out}"
+            f"{workspace.root}: {counted(len(short), 'image has', 'images have')} fewer than {each} captions ({name} "
+            f"has {has}: equal ones are kept once), so their order does not say which are which; {way_out}"
         )
     return np.array([pair_ids[:each] for pair_ids in captions.pair_ids], np.int64)
 

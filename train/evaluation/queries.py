@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from fnpipe.mining.data.keys import combination_keys
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.files.tables import codes_of
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Workspace
@@ -68,12 +68,12 @@ class Queries:
         if len(self.copies):
             notes.append(
                 f"{len(self.copies):,} of the images of {self.on} repeat another's bytes; "
-                f"images of equal bytes count as one picture: {len(self.image_ids):,} pictures"
+                f"images of equal bytes count as one picture: {counted(len(self.image_ids), 'picture')}"
             )
         repeated = len(self.caption_codes) - len(np.unique(self.caption_codes))
         if repeated:
             notes.append(
-                f"{repeated:,} of the {len(self.pair_ids):,} captions of {self.on} repeat another's text; "
+                f"{repeated:,} of the {counted(len(self.pair_ids), 'caption')} of {self.on} repeat another's text; "
                 "a text is right for every picture that it is recorded with"
             )
         return notes

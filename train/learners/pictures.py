@@ -16,7 +16,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from fnpipe.mining.discriminators.protocol import Discriminator
-from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.errors import InputError, counted
 from fnpipe.pipeline.machine.processes import available_cpus
 from fnpipe.pipeline.workspace.workspace import Workspace
 from fnpipe.train.data.batches import Batch
@@ -87,7 +87,9 @@ def open_pictures(
         thresholds=inputs.thresholds,
     )
     if recipe.warm >= recipe.epochs:
-        raise InputError(f"warm is {recipe.warm}, and of {recipe.epochs} epochs none would have the plan's batches")
+        raise InputError(
+            f"warm is {recipe.warm}, and of {counted(recipe.epochs, 'epoch')} none would have the plan's batches"
+        )
     learner = PictureLearner(recipe, inputs, model.to(world.device), world)
     if config.init is not None and recipe.itm and inputs.begins_hard and world.first:
         learner.notes = [*learner.notes, *weak_head(workspace, model, inputs.samples)]

@@ -119,6 +119,11 @@ def test_epochs_differ_and_the_same_seed_gives_the_same_bytes(clustered):
     assert plan_epochs(a) == 3
     assert len({tuple(read_plan(a, epoch)["image_id"].to_pylist()) for epoch in range(3)}) == 3
     assert read_plan(a, 4).equals(read_plan(a, 1)), "training goes round the planned epochs"
+    # A digit that changed on disk leaves no epoch out without a word.
+    meta = a.require()
+    a.write_meta({**meta, "params": {**meta["params"], "epochs": 2}})
+    with pytest.raises(InputError, match=r"damaged \(2 epochs, and 3 listed\)"):
+        plan_epochs(a)
 
 
 @pytest.mark.parametrize("sampling", ["random", "grit"])

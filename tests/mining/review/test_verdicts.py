@@ -125,7 +125,7 @@ def test_views_name_people(
     assert run(["inspect", work, "--edges", "made", "--source", "review", "--html", str(page)]) == 0
     out = capsys.readouterr().out
     assert "positive (people)" in out
-    assert "1 of 1 connections" in out
+    assert "1 of 1 connection " in out
     assert run(["relabel", work, "--edges", "made"]) == 0
     assert "1 by people" in capsys.readouterr().out
 

@@ -50,12 +50,12 @@ def test_a_placeholder_among_thousands_of_pairs_is_named_by_shard_and_status(tmp
     assert run(["shard", str(source / "pairs.json"), str(root), "--workers", "1", "--json"]) == 0
     notes = json.loads(capsys.readouterr().out)["notes"]
     pictures, captions = (
-        next(note for note in notes if f" {what} stand with" in note) for what in ("pictures", "captions")
+        next(note for note in notes if f" {what} stands with" in note) for what in ("picture", "caption")
     )
-    assert pictures.startswith("1 pictures stand with more than 20 different captions each, in 250 of 4,000 pairs")
+    assert pictures.startswith("1 picture stands with more than 20 different captions each, in 250 of 4,000 pairs")
     assert "blank-" in pictures
     assert pictures.endswith("with 250")
-    assert captions.startswith("1 captions stand with more than 20 different pictures each, in 50 of 4,000 pairs")
+    assert captions.startswith("1 caption stands with more than 20 different pictures each, in 50 of 4,000 pairs")
     assert "'photo' (key " in captions
     assert run(["status", str(root)]) == 0
     shown = capsys.readouterr().out

@@ -305,7 +305,7 @@ def test_a_caption_that_coco_lists_twice_is_one_pair_and_two_queries(make_worksp
     file.write_text(json.dumps({"annotations": rows, "images": []}))
     queries, _ = coco_queries(workspace, test, str(file))
     assert queries.pair_ids.tolist() == [0, 1, 2, 3, 4, 5, 6, 6, 7, 8, *range(9, 24)]
-    with pytest.raises(InputError, match=r"1 images have fewer than 5 captions .* has 4.*--coco-captions"):
+    with pytest.raises(InputError, match=r"1 image has fewer than 5 captions .* has 4.*--coco-captions"):
         coco_queries(workspace, test)
 
 

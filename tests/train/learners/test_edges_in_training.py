@@ -130,7 +130,7 @@ def test_identity_concludes_nothing_of_a_picture_with_more_captions_than_its_bou
     # Batches of eight: images 30, 31 and 32, 33 are copies in batches 3 and 4, and 78 and 79 share a caption.
     assert (made.identity, made.positives["identity"], made.judgements) == (6, 6, 80 * 7 - 6)
     assert made.notes[0] == (
-        "identity concludes nothing of 1 pictures with more than 20 different captions and "
+        "identity concludes nothing of 1 picture with more than 20 different captions and "
         "0 captions on more than 20 different pictures"
     )
     info = EdgesInfo.read(with_placeholder.stage("edges/share"))

@@ -599,7 +599,7 @@ def test_a_discriminator_travels_to_another_process(mined: tuple[Workspace, str]
 def test_train_and_its_keys_from_the_command_line(workspace: Workspace, capsys: pytest.CaptureFixture[str]):
     command = ["train", str(workspace.root), "--method", "vacsr", "--run", "v", "--epochs", "1", "--threads", "1"]
     assert run_cli([*command, "--embeddings", "clip", "--set", "batch_size=8", "--set", "tensorboard=false"]) == 0
-    assert "v: embeddings/clip by vacsr, 1 epochs, 5 steps" in capsys.readouterr().out
+    assert "v: embeddings/clip by vacsr, 1 epoch, 5 steps" in capsys.readouterr().out
     for method, key in (("vacsr", "sigma_target"), ("adapter", "map")):
         assert run_cli(["train", "--method", method, "--keys", "--json"]) == 0
         keys = json.loads(capsys.readouterr().out)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -12,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+# Without kept bytecode each of the hundreds of processes that tests start would translate the whole package.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # One thread per process keeps the suite deterministic and fair on two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Ray's workers would give way to everything else, and so starve beside the suite's other process.
@@ -24,6 +27,7 @@ from workspaces import flat_colour, png, write_embeddings, write_workspace
 
 from fnpipe.pipeline.workspace.workspace import Workspace
 
+sys.dont_write_bytecode = False
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 # Tests share helpers across rooms; every module below this folder has a name of its own.
@@ -49,12 +53,26 @@ def group_of(test: str) -> str:
     return "ray" if file.endswith("_ray.py") else file if file in TOGETHER else test
 
 
+def compile_loops() -> subprocess.Popen[bytes]:
+    """Begin to have numba's code on disk, in a process of its own; where it is there already, in none to speak of."""
+    there = any((ROOT / "mining" / "plans" / "__pycache__").glob("graph_walk.walk-*.nbi"))
+    program = [] if there else [str(TESTS / "builders" / "compile_loops.py")]
+    return subprocess.Popen([sys.executable, *(program or ["-c", ""])], stdout=subprocess.DEVNULL)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: Any, log: Any) -> Any:
     """Share the tests among processes (``-n``) by `group_of`; pytest-xdist 3.8's own marks are lost on pytest 9.2."""
     from xdist.scheduler import LoadScopeScheduling
 
+    compiling = compile_loops()
+
     class Groups(LoadScopeScheduling):
+        def schedule(self) -> None:
+            # Until then the processes collect.
+            compiling.wait()
+            super().schedule()
+
         def _split_scope(self, nodeid: str) -> str:
             return group_of(nodeid)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,18 @@ import numpy as np
 from fnpipe.mining.views.pages import render_page
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.files.destination import destination
-from fnpipe.train.reports.chart import Chart, Curve, line_chart, number, swatch
+from fnpipe.train.reports.chart import Curve, line_chart, number
+from fnpipe.train.reports.comparisons import by_space, by_time
+from fnpipe.train.reports.parts import (
+    LISTS,
+    Cell,
+    Panel,
+    Section,
+    Table,
+    evaluation_names,
+    figure_title,
+    run_names,
+)
 from fnpipe.train.reports.report import MISSING, POINTS, Report, Run, Series, end_value, split_differences, thinned
 
 TEMPLATE = Path(__file__).with_name("report.html")
@@ -49,73 +59,8 @@ SPEED: Mapping[str, str] = {
 OTHER: Mapping[str, str] = {"lr": "learning rate", "temp": "temperature", "grad_norm": "norm of the gradient"}
 _COUNTED_APART = frozenset({"unreadable"})
 
-LISTS: Mapping[str, str] = {"dual": "two towers", "itm": "re-ranked by ITM", "frozen": "frozen embeddings as they are"}
-FIGURES: Mapping[str, str] = {
-    "tr_r1": "image to text R@1",
-    "tr_r5": "image to text R@5",
-    "tr_r10": "image to text R@10",
-    "ir_r1": "text to image R@1",
-    "ir_r5": "text to image R@5",
-    "ir_r10": "text to image R@10",
-    "r1": "R@1, mean of both directions",
-    "rsum": "RSUM, the sum of all six",
-    "tr_rp": "image to text R-Precision",
-    "ir_rp": "text to image R-Precision",
-    "rp": "R-Precision, mean of both directions",
-    "tr_map_at_r": "image to text mAP@R",
-    "ir_map_at_r": "text to image mAP@R",
-    "map_at_r": "mAP@R, mean of both directions",
-}
-# Those of them that are drawn by epoch; the table has all.
+# Figures that are drawn by epoch; the table has all.
 _DRAWN = ("tr_r1", "ir_r1", "rsum", "map_at_r")
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A text that is shown in one of the template's ways.
-
-    Attributes:
-        kind: ``run``, ``best``, ``code``, or the class of a plain text. detail: a run's swatch, all of what is cut.
-    """
-
-    text: str
-    kind: str
-    detail: str = ""
-
-
-@dataclass(frozen=True)
-class Table:
-    """The first cell of a row names it."""
-
-    head: Sequence[str | Cell]
-    rows: Sequence[Sequence[str | Cell]]
-    kind: str
-
-
-@dataclass(frozen=True)
-class Panel:
-    """A chart with its numbers; ``cut`` says where its vertical axis begins, if not at 0."""
-
-    title: str
-    chart: Chart
-    table: Table
-
-    @property
-    def cut(self) -> str | None:
-        return None if self.chart.cut_at is None else number(self.chart.cut_at)
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page, in the order of its fields; ``more`` and ``configs`` are folded."""
-
-    title: str
-    tables: Sequence[Table] = ()
-    notes: Sequence[str] = ()
-    more: Table | None = None
-    panels: Sequence[Panel] = ()
-    configs: Sequence[tuple[Cell, str]] = ()
-    folded: bool = False
 
 
 def write_report(report: Report, path: str | Path) -> int:
@@ -139,6 +84,8 @@ def _sections(report: Report) -> Iterable[Section]:
     if len(runs) > 1:
         yield _differences(report)
     yield Section("Retrieval by epoch", panels=_retrieval(runs))
+    yield Section("Retrieval by time", panels=by_time(runs))
+    yield Section("By the search space of their batches", panels=by_space(runs))
     shown = {*LOSSES, *NEGATIVES, *SPEED, *OTHER, *_COUNTED_APART}
     rest = dict.fromkeys(name for run in runs for name in run.steps if name not in shown)
     losses = {**LOSSES, **{name: name for run in runs for name in _own_losses(run) if name in rest}}
@@ -148,16 +95,12 @@ def _sections(report: Report) -> Iterable[Section]:
     yield Section("Speed", panels=_step_panels(runs, SPEED))
     yield Section("Other measures", panels=_step_panels(runs, others), folded=True)
     configs = [json.dumps(run.record, indent=1, ensure_ascii=False) for run in runs]
-    yield Section("Whole configurations", configs=list(zip(_names(runs), configs, strict=True)))
+    yield Section("Whole configurations", configs=list(zip(run_names(runs), configs, strict=True)))
 
 
 def _own_losses(run: Run) -> list[str]:
     losses = run.result.get("losses")
     return list(losses) if isinstance(losses, Mapping) else []
-
-
-def _names(runs: Sequence[Run]) -> list[Cell]:
-    return [Cell(run.name, "run", swatch(place)) for place, run in enumerate(runs)]
 
 
 def _overview(runs: Sequence[Run]) -> Table:
@@ -174,7 +117,7 @@ def _overview(runs: Sequence[Run]) -> Table:
         "evaluated on": lambda run: str(run.config.get("evaluate_on") or "nothing"),
         "directory": lambda run: Cell(str(run.path), "path"),
     }
-    return Table(["", *_names(runs)], [[fact, *map(of, runs)] for fact, of in facts.items()], "facts")
+    return Table(["", *run_names(runs)], [[fact, *map(of, runs)] for fact, of in facts.items()], "facts")
 
 
 def _state(run: Run) -> str | Cell:
@@ -206,7 +149,7 @@ def duration(seconds: float | None) -> str:
 
 def _final_figures(report: Report) -> Section:
     title, runs = "Final figures", report.runs
-    names = _evaluation_names(runs)
+    names = evaluation_names(runs)
     if not names:
         return Section(title, notes=["No run has been evaluated while it trained."])
     rows: list[list[str | Cell]] = []
@@ -216,10 +159,10 @@ def _final_figures(report: Report) -> Section:
         # A best one among figures of different questions would be none.
         best = max(known) if len(known) > 1 and not report.incomparable else None
         cells = ["–" if v is None else Cell(f"{v:.2f}", "best") if v == best else f"{v:.2f}" for v in values]
-        rows.append([_figure_title(name), *cells])
+        rows.append([figure_title(name), *cells])
     evaluated = [max((int(s.epoch[-1]) for s in run.evaluations.values()), default=None) for run in runs]
     rows.insert(0, ["after epoch", *("–" if epoch is None else str(epoch) for epoch in evaluated)])
-    return Section(title, [Table(["in percent", *_names(runs)], rows, "numbers")], _figures_notes(report))
+    return Section(title, [Table(["in percent", *run_names(runs)], rows, "numbers")], _figures_notes(report))
 
 
 def _figures_notes(report: Report) -> list[str]:
@@ -236,25 +179,13 @@ def _figures_notes(report: Report) -> list[str]:
     return notes
 
 
-def _evaluation_names(runs: Sequence[Run]) -> list[str]:
-    """Every figure of the runs, list by list, the known ones first and in their order."""
-    found = dict.fromkeys(name for run in runs for name in run.evaluations)
-    known = [f"{part}_{figure}" for part in LISTS for figure in FIGURES]
-    return [*(name for name in known if name in found), *(name for name in found if name not in known)]
-
-
-def _figure_title(name: str) -> str:
-    part, _, figure = name.partition("_")
-    return f"{LISTS[part]}: {FIGURES[figure]}" if part in LISTS and figure in FIGURES else name
-
-
 def _differences(report: Report) -> Section:
     title = "Differences"
     if not report.differences:
         return Section(title, notes=["Their configurations, their data and their versions are equal."])
     tables = [
         Table(
-            ["", *_names(report.runs)],
+            ["", *run_names(report.runs)],
             [[Cell(key, "code"), *map(_value, values)] for key, values in some.items()],
             "facts",
         )
@@ -280,9 +211,9 @@ def _is_drawn(name: str) -> bool:
 
 
 def _retrieval(runs: Sequence[Run]) -> list[Panel]:
-    names = [name for name in _evaluation_names(runs) if _is_drawn(name)]
+    names = [name for name in evaluation_names(runs) if _is_drawn(name)]
     end = max((float(s.epoch[-1]) for run in runs for s in run.evaluations.values()), default=1.0)
-    panels, called = [], _names(runs)
+    panels, called = [], run_names(runs)
     for name in names:
         curves: list[Curve] = []
         rows: list[list[str | Cell]] = []
@@ -294,7 +225,7 @@ def _retrieval(runs: Sequence[Run]) -> list[Panel]:
             best = int(np.argmax(series.value))
             last, most = f"{series.value[-1]:.2f}", f"{series.value[best]:.2f} (epoch {int(series.epoch[best])})"
             rows.append([called[place], last, most])
-        title, table = _figure_title(name), Table(["", "last", "highest"], rows, "numbers")
+        title, table = figure_title(name), Table(["", "last", "highest"], rows, "numbers")
         chart = line_chart(curves, title, "epoch", max(end, 1.0), points=True, whole=True)
         panels.append(Panel(title, chart, table))
     return panels
@@ -306,7 +237,7 @@ def _step_panels(runs: Sequence[Run], titles: Mapping[str, str]) -> list[Panel]:
     by_images = len(per_step) > 1 and None not in per_step
     scale = [float(run.images_per_step or 1) if by_images else 1.0 for run in runs]
     end = max((run.last_step * by for run, by in zip(runs, scale, strict=True)), default=1.0)
-    panels, called = [], _names(runs)
+    panels, called = [], run_names(runs)
     for name, title in titles.items():
         curves: list[Curve] = []
         rows: list[list[str | Cell]] = []

@@ -19,11 +19,15 @@ from hypothesis import strategies as st
 from browser import browse, find_browser
 from conftest import MakeWorkspace
 from fnpipe.cli.main import run as run_cli
+from fnpipe.mining.plans.config import GroupConfig
+from fnpipe.mining.plans.stage import group
 from fnpipe.train.methods import train
 from fnpipe.train.reports.chart import Curve, line_chart, ticks
+from fnpipe.train.reports.comparisons import by_space, minutes_until
 from fnpipe.train.reports.page import render_report as render_report_bytes
 from fnpipe.train.reports.page import write_report
-from fnpipe.train.reports.report import Report, Series, read_report, summarise, thinned
+from fnpipe.train.reports.parts import Cell
+from fnpipe.train.reports.report import Report, Series, read_report, read_run, summarise, thinned
 
 NASTY = '</title><script>alert("x")</script>&amp;\'" <b>'
 
@@ -359,6 +363,40 @@ def test_a_run_of_the_trainer_is_read_whole(make_workspace: MakeWorkspace):
 
 
 BROWSER = find_browser()
+
+
+def test_retrieval_is_drawn_over_the_minutes_that_the_steps_took(tmp_path: Path):
+    make_run(tmp_path / "runs" / "one", more={"images_per_s": 4.0})
+    run = read_run(tmp_path / "runs" / "one", "one")
+    # Steps of 8 images at 4 a second take two seconds each; an epoch ends after its last step.
+    per_epoch = run.last_step // 4
+    minutes = minutes_until(run, run.evaluations["dual_tr_r1"])
+    assert minutes is not None
+    assert minutes.tolist() == pytest.approx([2 * per_epoch * epoch / 60 for epoch in (1, 2, 3, 4)])
+
+
+def test_runs_that_differ_in_their_search_space_are_drawn_over_it(make_workspace: MakeWorkspace):
+    rng = np.random.default_rng(0)
+    workspace = make_workspace(64, embeddings=(rng.normal(size=(64, 4)), rng.normal(size=(64, 4))))
+    for space in (16, 32):
+        group(workspace, GroupConfig(batch_size=8, search_space=space, name=f"m{space}"))
+    group(workspace, GroupConfig(batch_size=8, search_space=16, quantile=0.9, name="quantile"))
+    for name, plan, more in (("a", "m16", 0.1), ("b", "m16", 0.2), ("c", "m32", 0.3), ("q", "quantile", 0.05)):
+        make_run(
+            workspace.root / "runs" / name, config={"groups": plan}, more={"false_negatives": more}, level=100 * more
+        )
+    make_run(workspace.root / "runs" / "drawn", config={"groups": None})
+    report = read_report([workspace.root])
+    said = Reader(render_report(report)).said
+    assert "By the search space of their batches" in said
+    # One run alone at its quantile makes no line, and random batches have no M.
+    (panel, *_) = by_space(report.runs)
+    rows = [[row[0].text, *row[1:]] for row in panel.table.rows if isinstance(row[0], Cell)]
+    assert rows == [["grit", "16", "0.1"], ["grit", "16", "0.2"], ["grit", "32", "0.3"]]
+    # Two runs of one M are one point.
+    assert panel.chart.svg.count("<circle") == 2
+    one = read_report([workspace.root / "runs" / "a", workspace.root / "runs" / "q"])
+    assert by_space(one.runs) == []
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium is installed")

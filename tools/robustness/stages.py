@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib
+import io
 import json
 import os
 import shutil
@@ -17,7 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -239,6 +240,9 @@ def import_all() -> None:
         importlib.import_module(f"fnpipe.{name}")
     # Imported by its name alone it may take other kernels than the stage, which notes those it had.
     importlib.import_module("fnpipe.mining.graph.load_faiss").load_faiss()
+    # It makes the commands of all flags, which every fork would make anew.
+    with redirect_stdout(io.StringIO()):
+        run_command(["--version"])
     _settle()
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from fnpipe.mining.recipes.config import PrepareConfig
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.machine.progress import part_of
 
 if TYPE_CHECKING:
     from fnpipe.mining.data.truth import Truth
@@ -88,7 +89,7 @@ def run_demo(directory: str | Path, config: DemoConfig, say: Say = lambda line: 
     if root.exists() and (not root.is_dir() or (any(root.iterdir()) and not (root / SCENES).is_dir())):
         raise InputError(f"{root}: holds something else than a demo; give a new directory")
     try:
-        return _run_chain(root, config, _Stages(say))
+        return _run_chain(root, config, _Stages(say, len(_BESIDE_TRAINING) + len(_rows(config, ""))))
     except InputError as error:
         # The stages propose flags that this command does not have.
         raise InputError(f"{error} (here: delete {root} and run the demo again)") from error
@@ -137,17 +138,26 @@ def _rows(config: DemoConfig, truth_file: str) -> dict[str, dict[str, Any]]:
     return {"albef": {**common, "method": "albef", "groups": RANDOM}, "grit": grit, "mafa": mafa, config.recipe: aware}
 
 
+# Each run is one more.
+_BESIDE_TRAINING = (
+    *("draw", "shard", "embed", "build-graph", "group"),
+    *("mine-connections", "prepare", "evaluate", "report"),
+)
+
+
 class _Stages:
     """Runs the stages, keeps what each did, and says it with the time it took."""
 
-    def __init__(self, say: Say) -> None:
+    def __init__(self, say: Say, total: int) -> None:
         self.say = say
+        self.total = total
         self.done: dict[str, dict[str, Any]] = {}
 
     def run(self, name: str, work: Callable[[], tuple[str, dict[str, Any]]]) -> dict[str, Any]:
         """``work`` returns a human-readable line, and the facts, which this returns."""
         start = time.monotonic()
-        text, facts = work()
+        with part_of(len(self.done) + 1, self.total):
+            text, facts = work()
         seconds = time.monotonic() - start
         self.say(f"{name:<17} {text} ({seconds:.0f} s)")
         self.done[name] = {**facts, "seconds": round(seconds, 1)}

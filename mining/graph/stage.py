@@ -29,7 +29,7 @@ from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files import atomic
 from fnpipe.pipeline.machine.device import pick_device
 from fnpipe.pipeline.machine.memory import total_memory
-from fnpipe.pipeline.machine.progress import progress
+from fnpipe.pipeline.machine.progress import part_of, progress
 from fnpipe.pipeline.machine.ray_pool import RayPool
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.record import read_object
@@ -118,8 +118,9 @@ def _search(
     ray = open_pool(stage.workspace, embeddings.name, options, config.ray_address) if config.engine == "ray" else None
     searched = {}
     with ray or nullcontext():
-        for direction, (queries, candidates) in sides(embeddings, train_pairs).items():
-            searched[direction] = _write_direction(stage, direction, queries, candidates, options, ray)
+        for number, (direction, (queries, candidates)) in enumerate(sides(embeddings, train_pairs).items(), 1):
+            with part_of(number, len(DIRECTIONS)):
+                searched[direction] = _write_direction(stage, direction, queries, candidates, options, ray)
     facts = {"images": len(train_pairs.images), "pairs": len(train_pairs.pair_ids), "searched": searched}
     if options.index != EXACT:
         facts["blas"] = blas_kernel()

@@ -21,6 +21,7 @@ from fnpipe.mining.plans.config import GroupConfig
 from fnpipe.mining.plans.stage import group
 from fnpipe.mining.recipes.config import NEAR, PrepareConfig, Step
 from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.machine.progress import part_of
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
@@ -62,10 +63,11 @@ def prepare(workspace: Workspace, config: PrepareConfig, con_d: AnyDiscriminator
     if not (config.overwrite or config.replan) and (outdated := _first_outdated(workspace, stages)):
         raise InputError(outdated)
     made = []
-    for stage, step in stages:
+    for number, (stage, step) in enumerate(stages, 1):
         # Asked just before the step: the edges of a plan are outdated by a plan that was made anew before them.
         again = config.replan and _made_from_other(workspace, stage) is not None
-        made.append(Made(stage.name, _run(workspace, replace(step, overwrite=True) if again else step, con_d)))
+        with part_of(number, len(stages)):
+            made.append(Made(stage.name, _run(workspace, replace(step, overwrite=True) if again else step, con_d)))
     return made
 
 

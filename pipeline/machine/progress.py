@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from fnpipe.pipeline.machine.shown import shown
 
@@ -13,11 +14,23 @@ PLAIN_LINE_SECONDS = 15.0
 
 Advance = Callable[[int], None]
 
+_PLACE: ContextVar[str] = ContextVar("place", default="")
+
+
+@contextmanager
+def part_of(number: int, total: int) -> Iterator[None]:
+    """Show all progress inside as that of part ``number`` of ``total``; a part of a part names both."""
+    before = _PLACE.set(f"{_PLACE.get()}{number} of {total}: ")
+    try:
+        yield
+    finally:
+        _PLACE.reset(before)
+
 
 @contextmanager
 def progress(label: str, total: int, unit: str) -> Iterator[Advance]:
     """Yield a function that takes how many ``unit`` were done since its last call."""
-    label = shown(label)
+    label = shown(_PLACE.get() + label)
     if sys.stderr.isatty():
         with _live(label, total, unit) as advance:
             yield advance

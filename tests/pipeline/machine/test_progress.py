@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from fnpipe.pipeline.machine.progress import PLAIN_LINE_SECONDS, lines_now_and_then
+from fnpipe.pipeline.machine.progress import PLAIN_LINE_SECONDS, lines_now_and_then, part_of, progress
 
 
 def test_a_log_gets_a_line_now_and_then_and_always_the_last(
@@ -35,3 +35,25 @@ def test_a_terminal_gets_every_line(monkeypatch: pytest.MonkeyPatch, capsys: pyt
         for line in ("one", "two", "three"):
             show(line)
     assert capsys.readouterr().err == "one\ntwo\nthree\n"
+
+
+def test_progress_names_the_part_that_it_is_of_and_the_part_of_that(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    clock = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: clock)
+
+    def said() -> str:
+        nonlocal clock
+        with progress("judge", 90, "pairs") as advance:
+            clock += PLAIN_LINE_SECONDS
+            advance(30)
+        return capsys.readouterr().err
+
+    with part_of(2, 4):
+        with part_of(1, 3):
+            assert said() == "2 of 4: 1 of 3: judge: 30 of 90 pairs, 2.0 pairs/s, 30 s left\n"
+        assert said().startswith("2 of 4: judge: ")
+        with pytest.raises(KeyboardInterrupt), part_of(3, 3):
+            raise KeyboardInterrupt
+    assert said().startswith("judge: ")

@@ -54,8 +54,13 @@ def group_of(test: str) -> str:
 
 
 def compile_loops() -> subprocess.Popen[bytes]:
-    """Begin to have numba's code on disk, in a process of its own; where it is there already, in none to speak of."""
-    there = any((ROOT / "mining" / "plans" / "__pycache__").glob("graph_walk.walk-*.nbi"))
+    """Begin to have the code of the plans' loops on disk, by a process; where it is there, by one that does nothing.
+
+    The few loops of the graph's own search are left to the tests that call them.
+    """
+    modules = [path for path in (ROOT / "mining" / "plans").glob("*.py") if "@compiled" in path.read_text()]
+    kept = {path: (path.parent / "__pycache__").glob(f"{path.stem}.*.nbi") for path in modules}
+    there = all(any(code.stat().st_mtime > path.stat().st_mtime for code in kept[path]) for path in modules)
     program = [] if there else [str(TESTS / "builders" / "compile_loops.py")]
     return subprocess.Popen([sys.executable, *(program or ["-c", ""])], stdout=subprocess.DEVNULL)
 

@@ -104,7 +104,7 @@ def _render_relabelled(workspace: str, summary: MineSummary, found: Precision | 
     if found is not None:
         print(
             f"p above {found.threshold:g}: precision {found.precision:.3f}, between {found.low:.3f} and "
-            f"{found.high:.3f} with 95 % confidence, by {found.answered - found.unsure:,} answers"
+            f"{found.high:.3f} with 95 % confidence, by {counted(found.answered - found.unsure, 'answer')}"
         )
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fnpipe.mining.connections.forecast import Forecast
     from fnpipe.mining.connections.stage import MineSummary
     from fnpipe.mining.review.estimate import Precision
+    from fnpipe.pipeline.workspace.workspace import Workspace
 
 
 TauHighOption = Annotated[float | None, typer.Option(help="Positive above this probability. Default: 0.8.")]
@@ -62,7 +63,16 @@ def mine_connections_command(
             return
         summary = mine_connections(opened, config, con_d, kind=kind)
     too_sure = kind if kind in UNCALIBRATED and calibrate_on is None and share is None else None
-    emit(asdict(summary), as_json, partial(_render_summary, workspace, summary, too_sure))
+    emit(asdict(summary), as_json, partial(_render_mined, opened, workspace, summary, too_sure))
+
+
+def _render_mined(opened: Workspace, workspace: str, summary: MineSummary, too_sure: str | None) -> None:
+    from fnpipe.mining.review.answers import read_answers
+
+    _render_summary(workspace, summary, too_sure)
+    if "review" not in summary.positives and len(read_answers(opened, summary.edges)):
+        where = shown(f"{shlex.quote(workspace)} --edges {shlex.quote(summary.edges)}")
+        print(f"people's answers about them are not in these labels yet; put them in: fnpipe relabel {where}")
 
 
 def relabel_command(

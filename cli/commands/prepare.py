@@ -49,8 +49,15 @@ def prepare_command(workspace: WorkspaceArgument, given: Given, as_json: JsonFla
         made = prepare(opened, config, con_d)
     name = shlex.quote(config.plan_name)
     train = f"fnpipe train {shlex.quote(workspace)} --method mafa --groups {name} --edges {name} --set smoothing=0"
+    from fnpipe.mining.review.answers import read_answers
+
+    reviewed = "review" in made[-1].summary["positives"]
+    answers = 0 if reviewed else len(read_answers(opened, config.plan_name))
     summary = {"steps": [asdict(step) for step in made], "train": train}
     emit(summary, as_json, lambda: _print_made(made, f"{train} --run NAME"))
+    if answers and not as_json:
+        where = shown(f"{shlex.quote(workspace)} --edges {name}")
+        print(f"people's answers are not in the labels yet; put them in: fnpipe relabel {where}")
 
 
 def _print_ahead(ahead: Sequence[Ahead], notes: Sequence[str]) -> None:

@@ -130,7 +130,9 @@ def test_views_name_people(
     assert "1 by people" in capsys.readouterr().out
 
 
-def test_the_next_mining_takes_people_s_verdicts_over(make_workspace: MakeWorkspace):
+def test_the_next_mining_takes_people_s_verdicts_over(
+    make_workspace: MakeWorkspace, capsys: pytest.CaptureFixture[str]
+):
     rng = np.random.default_rng(1)
     workspace = make_workspace(12, embeddings=(rng.normal(size=(12, 4)), rng.normal(size=(12, 4))))
     build_graph(workspace, GraphConfig(k=6))
@@ -147,6 +149,27 @@ def test_the_next_mining_takes_people_s_verdicts_over(make_workspace: MakeWorksp
     for image, pair in zip(first, second, strict=True):
         assert labels(all_)[image, pair] == labels(near)[image, pair]
         assert labels(all_)[image, pair][1] == "review"
+    # Mined again, only p counts; the command says that answers wait.
+    assert (
+        run(
+            [
+                "mine-connections",
+                str(workspace.root),
+                "--candidates",
+                "0",
+                "--graph",
+                "3",
+                "--name",
+                "near",
+                "--discriminator",
+                "clip",
+                "--overwrite",
+            ]
+        )
+        == 0
+    )
+    assert "put them in: fnpipe relabel" in capsys.readouterr().out
+    assert EdgesInfo.read(near).reviewed == 0
     # They stay when the new edges are labelled anew, of which nobody was asked.
     relabel_by_people(workspace, "all", 0.4, 0.9)
     assert {key for key, (_, source) in labels(all_).items() if source == "review"} == set(

@@ -170,7 +170,7 @@ def review_command(workspace: WorkspaceArgument, *, given: Given, as_json: JsonF
 
         with reading(opened, {stage.name: stage.digest}, "fnpipe review"):
             taken = take_answers(opened, stage, config, config.from_label_studio)
-        emit({"answers": taken}, as_json, lambda: print(f"{counted(taken, 'answer', 'answers')} taken over"))
+        emit({"answers": taken}, as_json, lambda: print(f"{counted(taken, 'answer')} taken over"))
         return
     if config.summary:
         from fnpipe.mining.review.verdicts import findings
@@ -216,18 +216,17 @@ def _serve(review: Review, config: ReviewConfig, as_json: bool) -> None:
 
 def _render_findings(workspace: str, name: str, found: dict[str, Any]) -> None:
     who = ", ".join(shown(reviewer) for reviewer in found["reviewers"]) or "nobody"
-    answers, edges = (counted(found[key], one, f"{one}s") for key, one in (("answers", "answer"), ("edges", "edge")))
-    print(f"{shown(name)}: {answers} to {edges}, by {who}")
+    print(f"{shown(name)}: {counted(found['answers'], 'answer')} to {counted(found['edges'], 'edge')}, by {who}")
     if not found["answers"]:
         return
     _render_precision(found["told"], found["tau_high"])
     if unsure := found["told"][0]["unsure"]:
-        print(f"{counted(unsure, 'edge', 'edges')} left out, as people are unsure or do not agree")
+        print(f"{counted(unsure, 'edge')} left out, as people are unsure or do not agree")
     if found["waiting"]:
         print(f"{counted(found['waiting'], 'answer waits', 'answers wait')} until those before are given: ask again")
     for pair in found["agreement"]:
         names = " and ".join(shown(reviewer) for reviewer in pair["reviewers"])
-        print(f"{names} both answered {counted(pair['edges'], 'edge', 'edges')}: kappa {_share(pair['kappa'])}")
+        print(f"{names} both answered {counted(pair['edges'], 'edge')}: kappa {_share(pair['kappa'])}")
     command = f"fnpipe relabel {shlex.quote(workspace)} --edges {shlex.quote(name.partition('/')[2])}"
     print(shown(f"next: {command} --target-precision 0.9", 1000))
 

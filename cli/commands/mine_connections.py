@@ -17,6 +17,8 @@ from fnpipe.pipeline.machine.shown import shown
 from fnpipe.train.judges.specs import UNCALIBRATED, embeddings_for, load_discriminator, reading_judge
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fnpipe.mining.connections.forecast import Forecast
     from fnpipe.mining.connections.stage import MineSummary
     from fnpipe.mining.review.estimate import Precision
@@ -67,12 +69,23 @@ def mine_connections_command(
 
 
 def _render_mined(opened: Workspace, workspace: str, summary: MineSummary, too_sure: str | None) -> None:
+    _render_summary(workspace, summary, too_sure)
+    say_answers_wait(opened, workspace, summary.edges, summary.positives)
+
+
+def say_answers_wait(opened: Workspace, workspace: str, edges: str, positives: Mapping[str, int]) -> None:
+    """Tell of people's answers that edges, just mined, are not labelled by."""
     from fnpipe.mining.review.answers import read_answers
 
-    _render_summary(workspace, summary, too_sure)
-    if "review" not in summary.positives and len(read_answers(opened, summary.edges)):
-        where = shown(f"{shlex.quote(workspace)} --edges {shlex.quote(summary.edges)}")
-        print(f"people's answers about them are not in these labels yet; put them in: fnpipe relabel {where}")
+    try:
+        if "review" in positives or not len(read_answers(opened, edges)):
+            return
+    except InputError as error:
+        # The edges are there all the same.
+        print(f"note: {error}")
+        return
+    where = shown(f"{shlex.quote(workspace)} --edges {shlex.quote(edges)}")
+    print(f"people's answers about edges/{shown(edges)} are not in its labels yet; put them in: fnpipe relabel {where}")
 
 
 def relabel_command(

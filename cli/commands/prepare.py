@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from fnpipe.cli.app import JsonFlag, WorkspaceArgument, emit, how_long
+from fnpipe.cli.commands.mine_connections import say_answers_wait
 from fnpipe.cli.options import Given, flags_of
 from fnpipe.mining.recipes.config import PrepareRequest
 from fnpipe.pipeline.errors import counted
@@ -49,15 +50,13 @@ def prepare_command(workspace: WorkspaceArgument, given: Given, as_json: JsonFla
         made = prepare(opened, config, con_d)
     name = shlex.quote(config.plan_name)
     train = f"fnpipe train {shlex.quote(workspace)} --method mafa --groups {name} --edges {name} --set smoothing=0"
-    from fnpipe.mining.review.answers import read_answers
-
-    reviewed = "review" in made[-1].summary["positives"]
-    answers = 0 if reviewed else len(read_answers(opened, config.plan_name))
     summary = {"steps": [asdict(step) for step in made], "train": train}
-    emit(summary, as_json, lambda: _print_made(made, f"{train} --run NAME"))
-    if answers and not as_json:
-        where = shown(f"{shlex.quote(workspace)} --edges {name}")
-        print(f"people's answers are not in the labels yet; put them in: fnpipe relabel {where}")
+
+    def render() -> None:
+        _print_made(made, f"{train} --run NAME")
+        say_answers_wait(opened, workspace, config.plan_name, made[-1].summary["positives"])
+
+    emit(summary, as_json, render)
 
 
 def _print_ahead(ahead: Sequence[Ahead], notes: Sequence[str]) -> None:

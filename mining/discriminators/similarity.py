@@ -8,9 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fnpipe.mining.discriminators.protocol import ENTRY_POINTS, AnyDiscriminator
-from fnpipe.mining.edges.labels import IDENTITY, codes_in
-from fnpipe.mining.edges.reader import read_edges
-from fnpipe.mining.edges.thresholds import SOURCES
+from fnpipe.mining.edges.reader import read_judged
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.workspace.embeddings import Embeddings
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
@@ -108,9 +106,8 @@ def fit_on_recorded(workspace: Workspace, embeddings: Embeddings) -> LogisticFit
 
 def fit_on_edges(embeddings: Embeddings, edges: Stage, *, similarity: Similarity = cosine) -> LogisticFit:
     """The curve that follows another discriminator's p over ``similarity``, on the combinations that it judged."""
-    table = read_edges(edges, ["image_id", "pair_id", "match_probability", "source"])
-    judged = np.flatnonzero(codes_in(table["source"], SOURCES) != IDENTITY)
-    rows = np.sort(np.random.default_rng(0).choice(judged, min(FIT_SAMPLE, len(judged)), replace=False))
+    table = read_judged(edges, ["image_id", "pair_id", "match_probability"])
+    rows = np.sort(np.random.default_rng(0).choice(len(table), min(FIT_SAMPLE, len(table)), replace=False))
     image_ids, pair_ids, p = (table[name].to_numpy()[rows] for name in ("image_id", "pair_id", "match_probability"))
     scores = similarity(embeddings.images.take(image_ids), embeddings.texts.take(pair_ids))
     return fit_logistic(scores, p, f"{edges.name} ({edges.digest})")

@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 
 from fnpipe.mining.data.identity import IDENTITY_BOUND
-from fnpipe.mining.edges.labels import REVIEW, UNSCORED, codes_in
+from fnpipe.mining.edges.labels import IDENTITY, REVIEW, UNSCORED, codes_in
 from fnpipe.mining.edges.thresholds import LABELS, SOURCES, check_thresholds
 from fnpipe.mining.edges.trust import Trust
 from fnpipe.pipeline.errors import InputError
@@ -187,6 +187,13 @@ def read_part(stage: Stage, path: Path, columns: Sequence[str] | None = None) ->
         if name in table.column_names and (codes_in(table[name], known) == UNSCORED).any():
             raise atomic.damaged(path, f"an unknown {name}")
     return table
+
+
+def read_judged(stage: Stage, columns: Sequence[str]) -> pa.Table:
+    """`read_edges` of what the discriminator judged, whatever people answered since; without the column ``source``."""
+    table = read_edges(stage, [*columns, "source"])
+    judged = codes_in(table["source"], SOURCES) != IDENTITY
+    return table.drop_columns(["source"]).filter(pa.array(judged))
 
 
 def read_edges(stage: Stage, columns: Sequence[str] | None = None) -> pa.Table:

@@ -167,7 +167,7 @@ def finish_edges(stage: Stage, tau_low: float, tau_high: float, **facts: Any) ->
     notes = identity_notes(begun.get("identity_bound", 0), begun.get("identity_beyond", (0, 0)))
     notes.append(NOT_MEASURED if trust is None else trust.sentence)
     if count := counts.get("reviewed"):
-        notes.append(f"{counted(count, 'edge', 'edges')} labelled as people answered")
+        notes.append(f"{counted(count, 'edge')} labelled as people answered")
     told = None if trust is None else {"figures": asdict(trust), "trusted": trust.trusted}
     facts |= {"tau_low": tau_low, "tau_high": tau_high, **counts, "trust": told, "notes": notes}
     stage.finish(edge_parts(stage), [*recorded_parts(stage), *trust_file(stage)], **facts)

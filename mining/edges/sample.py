@@ -6,9 +6,15 @@ about, so that a larger sample holds the smaller one, and edges that are mined a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
+
+from fnpipe.mining.edges.reader import read_judged
+from fnpipe.pipeline.errors import InputError
+from fnpipe.pipeline.workspace.workspace import Stage
 
 # Edges of the strata in p: narrow where labels are decided. The last one holds 1 as well.
 BOUNDS = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 1.0)
@@ -66,6 +72,26 @@ def review_sample(p: np.ndarray, number: np.ndarray, count: int) -> Sample:
     at = np.concatenate([(np.arange(len(rows)) + 0.5) / max(len(rows), 1) for rows in drawn])
     rows = np.concatenate(drawn)[np.argsort(at, kind="stable")]
     return Sample(rows, stratum_of[rows], BOUNDS, tuple(sizes.tolist()))
+
+
+def edges_to_ask(stage: Stage, columns: Sequence[str], count: int) -> tuple[pa.Table, Sample]:
+    """`review_sample` of finished edges that the discriminator judged.
+
+    Args:
+        columns: of the edges, beside image_id, pair_id and match_probability.
+
+    Returns:
+        The asked edges in the order to be asked, with their columns, and the sample.
+
+    Raises:
+        InputError: nothing was judged.
+    """
+    table = read_judged(stage, ["image_id", "pair_id", "match_probability", *columns])
+    if not len(table):
+        raise InputError(f"{stage.path}: the discriminator judged nothing; there is nothing to ask people about")
+    image_id, pair_id, p = (table[name].to_numpy() for name in ("image_id", "pair_id", "match_probability"))
+    sample = review_sample(p, numbers(image_id, pair_id), count)
+    return table.take(pa.array(sample.rows)), sample
 
 
 def allocation(sizes: np.ndarray, count: int) -> np.ndarray:

@@ -7,6 +7,8 @@ from dataclasses import MISSING, dataclass
 from fnpipe.pipeline.errors import InputError, nearest
 from fnpipe.pipeline.flags import flag
 
+# Edges that people are asked about, here and by `fnpipe review`.
+TO_ASK = 300
 FORMS = ("open_clip", "sentence-transformers", "hf", "label-studio", "fiftyone")
 
 
@@ -17,7 +19,7 @@ class ExportConfig:
     to: str = flag(MISSING, "open_clip, sentence-transformers, hf; or for looking, label-studio or fiftyone.")
     edges: str | None = flag(None, "Which edges; the only ones there are if not given.")
     identity: bool = flag(True, "Leave out positives that the identity rule found.")
-    count: int | None = flag(None, "Edges to ask people about (label-studio). Default: 300.")
+    count: int | None = flag(None, f"Edges to ask people about (label-studio). Default: {TO_ASK}.")
     push: str | None = flag(None, "Upload it to this data set of the Hugging Face Hub (hf).", metavar="OWNER/NAME")
 
     def __post_init__(self) -> None:

@@ -10,12 +10,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from fnpipe.mining.edges.labels import IDENTITY, codes_in
-from fnpipe.mining.edges.reader import read_edges
-from fnpipe.mining.edges.sample import numbers, review_sample
-from fnpipe.mining.edges.thresholds import SOURCES
+from fnpipe.mining.edges.sample import edges_to_ask
 from fnpipe.mining.exports.records import ImageRecord, Tally
-from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.images.decode import picture_ending
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
@@ -50,16 +46,10 @@ def write_label_studio(
     Raises:
         InputError: nothing was judged.
     """
-    table = read_edges(edges, ["image_id", "pair_id", "caption", "match_probability", "source"])
-    table = table.filter(pa.array(codes_in(table["source"], SOURCES) != IDENTITY))
-    if not len(table):
-        raise InputError(f"{edges.path}: the discriminator judged nothing; there is nothing to ask about")
-    image_id, pair_id, p = (table[name].to_numpy() for name in ("image_id", "pair_id", "match_probability"))
-    rows = review_sample(p, numbers(image_id, pair_id), count).rows
-    images = np.unique(image_id[rows])
+    table, _ = edges_to_ask(edges, ["caption"], count)
+    images = np.unique(table["image_id"].to_numpy())
     names = _write_pictures(workspace, images, directory, tally)
     recorded = _recorded(workspace, images)
-    captions = table["caption"].take(pa.array(rows)).to_pylist()
     tasks: list[dict[str, Any]] = [
         {
             "data": {
@@ -71,9 +61,7 @@ def write_label_studio(
                 "match_probability": round(probability, 4),
             }
         }
-        for image, pair, probability, caption in zip(
-            image_id[rows].tolist(), pair_id[rows].tolist(), p[rows].tolist(), captions, strict=True
-        )
+        for image, pair, probability, caption in zip(*(column.to_pylist() for column in table.columns), strict=True)
         if image in names
     ]
     (directory / TASKS).write_text(json.dumps(tasks, ensure_ascii=False, indent=1), encoding="utf-8")

@@ -12,16 +12,13 @@ from pathlib import Path
 
 from fnpipe.mining.edges.reader import EdgesInfo
 from fnpipe.mining.exports import card as export_card
-from fnpipe.mining.exports.config import ExportConfig
+from fnpipe.mining.exports.config import TO_ASK, ExportConfig
 from fnpipe.mining.exports.label_studio import write_label_studio
 from fnpipe.mining.exports.records import RECORDED, SURE_NEGATIVE, ImageRecord, Tally, read_records
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.files.destination import new_directory
 from fnpipe.pipeline.machine.progress import progress
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace, reading
-
-# Edges that people are asked about.
-TO_ASK = 300
 
 
 @dataclass(frozen=True)

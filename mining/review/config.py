@@ -6,6 +6,7 @@ import getpass
 import re
 from dataclasses import dataclass
 
+from fnpipe.mining.exports.config import TO_ASK
 from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.flags import flag
 
@@ -18,7 +19,7 @@ class ReviewConfig:
     """Which edges people are asked about, and where the page is served: one field per flag."""
 
     edges: str | None = flag(None, "Which edges; the only ones there are if not given.")
-    count: int = flag(300, "Edges to ask about, chosen once so that few answers say much.")
+    count: int = flag(TO_ASK, "Edges to ask about, chosen once so that few answers say much.")
     reviewer: str | None = flag(None, "Who answers. Default: the page asks once.", metavar="NAME")
     host: str = flag("127.0.0.1", "Address to serve on; any other than the default lets other machines in.")
     port: int = flag(0, "Port to serve on; 0 takes a free one.")

@@ -9,12 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 
 from fnpipe.mining.data.keys import combination_keys, contains
-from fnpipe.mining.edges.labels import IDENTITY, codes_in
-from fnpipe.mining.edges.reader import read_edges
-from fnpipe.mining.edges.thresholds import SOURCES
+from fnpipe.mining.edges.reader import read_judged
 from fnpipe.mining.review.answers import add_answer
 from fnpipe.mining.review.config import REVIEWER, ReviewConfig
 from fnpipe.mining.review.schema import VERDICTS
@@ -38,15 +35,14 @@ def take_answers(workspace: Workspace, edges: Stage, config: ReviewConfig, path:
         InputError: the file is no such export, or is about other edges.
     """
     answers = list(_answers_in(path))
-    table = read_edges(edges, ["image_id", "pair_id", "source"])
-    table = table.filter(pa.array(codes_in(table["source"], SOURCES) != IDENTITY))
-    judged = np.sort(combination_keys(table["image_id"].to_numpy(), table["pair_id"].to_numpy(), workspace.n_pairs))
-    for answer in answers:
-        key = combination_keys(np.array([answer.image_id]), np.array([answer.pair_id]), workspace.n_pairs)
-        if not (0 <= answer.pair_id < workspace.n_pairs and contains(judged, key)[0]):
-            raise InputError(
-                f"{path}: image {answer.image_id} with pair {answer.pair_id} is no edge that {edges.name} judged"
-            )
+    table, n_pairs = read_judged(edges, ["image_id", "pair_id"]), workspace.n_pairs
+    judged = np.sort(combination_keys(table["image_id"].to_numpy(), table["pair_id"].to_numpy(), n_pairs))
+    ids = np.array([(answer.image_id, answer.pair_id) for answer in answers], np.int64).reshape(-1, 2)
+    images, pairs = ids.T
+    known = (pairs >= 0) & (pairs < n_pairs) & contains(judged, combination_keys(images, pairs, n_pairs))
+    if not known.all():
+        image, pair = ids[np.argmin(known)]
+        raise InputError(f"{path}: image {image} with pair {pair} is no edge that {edges.name} judged")
     kept = open_review(workspace, edges, config).path
     for answer in answers:
         add_answer(kept, *answer)

@@ -12,10 +12,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image
 
-from fnpipe.mining.edges.labels import IDENTITY, codes_in
-from fnpipe.mining.edges.reader import read_edges
-from fnpipe.mining.edges.sample import numbers, review_sample
-from fnpipe.mining.edges.thresholds import SOURCES
+from fnpipe.mining.edges.sample import edges_to_ask
 from fnpipe.mining.review.answers import (
     Asked,
     add_answer,
@@ -27,7 +24,6 @@ from fnpipe.mining.review.answers import (
 )
 from fnpipe.mining.review.config import ReviewConfig
 from fnpipe.mining.review.verdicts import findings
-from fnpipe.pipeline.errors import InputError
 from fnpipe.pipeline.workspace.workspace import Stage, Workspace
 
 # The longer side of a picture on the page, in pixels.
@@ -138,11 +134,6 @@ def _rows(pairs: pa.Table, column: str, wanted: np.ndarray) -> list[tuple[int, s
 
 
 def _draw(edges: Stage, config: ReviewConfig) -> Asked:
-    table = read_edges(edges, ["image_id", "pair_id", "match_probability", "source"])
-    table = table.filter(pa.array(codes_in(table["source"], SOURCES) != IDENTITY))
-    if not len(table):
-        raise InputError(f"{edges.path}: the discriminator judged nothing; there is nothing to review")
+    table, sample = edges_to_ask(edges, [], config.count)
     image_id, pair_id, p = (table[name].to_numpy() for name in ("image_id", "pair_id", "match_probability"))
-    sample = review_sample(p, numbers(image_id, pair_id), config.count)
-    rows = sample.rows
-    return Asked(image_id[rows], pair_id[rows], p[rows], sample.stratum, tuple(sample.bounds), tuple(sample.sizes))
+    return Asked(image_id, pair_id, p, sample.stratum, sample.bounds, sample.sizes)

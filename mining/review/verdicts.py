@@ -10,11 +10,10 @@ import numpy as np
 import pyarrow as pa
 
 from fnpipe.mining.data.keys import combination_keys
-from fnpipe.mining.edges.labels import AMBIGUOUS, IDENTITY, NEGATIVE, POSITIVE, UNSCORED, codes_in
-from fnpipe.mining.edges.reader import EdgesInfo, read_edges
+from fnpipe.mining.edges.labels import AMBIGUOUS, NEGATIVE, POSITIVE, UNSCORED, codes_in
+from fnpipe.mining.edges.reader import EdgesInfo, read_judged
 from fnpipe.mining.edges.relabel import Reviewed, relabel
 from fnpipe.mining.edges.sample import numbers
-from fnpipe.mining.edges.thresholds import SOURCES
 from fnpipe.mining.review.answers import ever_answered, read_answers
 from fnpipe.mining.review.estimate import (
     GRID,
@@ -57,8 +56,7 @@ def majority(keys: np.ndarray, verdict: np.ndarray) -> tuple[np.ndarray, np.ndar
 def answers_about(stage: Stage) -> Answers:
     """Finished edges that the discriminator judged, with people's answers to them."""
     workspace = stage.workspace
-    table = read_edges(stage, ["image_id", "pair_id", "match_probability", "source"])
-    table = table.filter(pa.array(codes_in(table["source"], SOURCES) != IDENTITY))
+    table = read_judged(stage, ["image_id", "pair_id", "match_probability"])
     image_id, pair_id, p = (table[name].to_numpy() for name in ("image_id", "pair_id", "match_probability"))
     answered, said = majority(*_keys_and_verdicts(workspace, read_answers(workspace, stage.name.partition("/")[2])))
     verdict = np.full(len(p), NOT_ANSWERED, np.int8)

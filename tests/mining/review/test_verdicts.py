@@ -24,7 +24,7 @@ from fnpipe.mining.edges.relabel import relabel
 from fnpipe.mining.graph.config import GraphConfig
 from fnpipe.mining.graph.stage import build_graph
 from fnpipe.mining.plans.conflicts import KnownMatches
-from fnpipe.mining.review.answers import UNDO
+from fnpipe.mining.review.answers import UNDO, opened
 from fnpipe.mining.review.config import ReviewConfig
 from fnpipe.mining.review.estimate import NO, UNSURE, YES
 from fnpipe.mining.review.session import open_review
@@ -150,26 +150,18 @@ def test_the_next_mining_takes_people_s_verdicts_over(
         assert labels(all_)[image, pair] == labels(near)[image, pair]
         assert labels(all_)[image, pair][1] == "review"
     # Mined again, only p counts; the command says that answers wait.
-    assert (
-        run(
-            [
-                "mine-connections",
-                str(workspace.root),
-                "--candidates",
-                "0",
-                "--graph",
-                "3",
-                "--name",
-                "near",
-                "--discriminator",
-                "clip",
-                "--overwrite",
-            ]
-        )
-        == 0
-    )
+    again = ["mine-connections", str(workspace.root), "--candidates", "0", "--graph", "3", "--name", "near"]
+    again += ["--discriminator", "clip", "--overwrite"]
+    assert run(again) == 0
     assert "put them in: fnpipe relabel" in capsys.readouterr().out
     assert EdgesInfo.read(near).reviewed == 0
+    # Answers that cannot be read are said, and the edges are there all the same.
+    with opened(review.path) as db:
+        db.execute("UPDATE draws SET pairs = 'others'")
+    assert run(again) == 0
+    assert "answers about other pairs" in capsys.readouterr().out
+    with opened(review.path) as db:
+        db.execute("UPDATE draws SET pairs = ?", (workspace.digest,))
     # They stay when the new edges are labelled anew, of which nobody was asked.
     relabel_by_people(workspace, "all", 0.4, 0.9)
     assert {key for key, (_, source) in labels(all_).items() if source == "review"} == set(

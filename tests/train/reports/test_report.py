@@ -23,7 +23,7 @@ from fnpipe.mining.plans.config import GroupConfig
 from fnpipe.mining.plans.stage import group
 from fnpipe.train.methods import train
 from fnpipe.train.reports.chart import Curve, line_chart, ticks
-from fnpipe.train.reports.comparisons import by_space, minutes_until
+from fnpipe.train.reports.comparisons import by_space, by_time, minutes_until
 from fnpipe.train.reports.page import render_report as render_report_bytes
 from fnpipe.train.reports.page import write_report
 from fnpipe.train.reports.parts import Cell
@@ -360,6 +360,9 @@ def test_a_run_of_the_trainer_is_read_whole(make_workspace: MakeWorkspace):
     said = Reader(render_report(report)).said
     assert "finished, 2 epochs" in said
     assert "norm of the gradient" in said
+    assert "Retrieval by time" in said
+    both = [panel.title for panel in by_time(report.runs)]
+    assert both == ["two towers: R@1, mean of both directions", "re-ranked by ITM: R@1, mean of both directions"]
 
 
 BROWSER = find_browser()

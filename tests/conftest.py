@@ -39,7 +39,13 @@ hypothesis.settings.load_profile("patient")
 
 # Files whose tests share something that is slow to make.
 TOGETHER = (
-    *("test_cases.py", "test_demo.py", "test_effect.py", "test_packaging.py", "test_rehearsal.py", "test_stages.py"),
+    "test_cases.py",
+    "test_demo.py",
+    "test_effect.py",
+    "test_on_gpu.py",
+    "test_packaging.py",
+    "test_rehearsal.py",
+    "test_stages.py",
 )
 
 
